@@ -1,0 +1,71 @@
+"""Rows into mini-batches (one optimizer step each) and micro-batches (one forward each, under a token limit)."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+
+
+def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Groups of rows with at most `max_tokens` real tokens each.
+
+    Best-fit decreasing: rows from the longest to the shortest, each into the fullest group that still has room. It needs
+    at most 11/9 of the fewest possible groups (Johnson et al., 1974), in O(rows · log rows) comparisons.
+
+    Args:
+        lengths: tokens of each row, such as `fnppo.lengths(batch)`. Padding does not count.
+        max_tokens: the limit, never exceeded.
+
+    Returns:
+        Row numbers of each group, ascending within a group; groups ordered by their first row. Every row is in exactly
+        one group. Without rows there is no group.
+
+    Raises:
+        ValueError: one row alone is over the limit, or the limit is below 1.
+
+    >>> plan_microbatches([6, 6, 2, 2], max_tokens=8)
+    [[0, 2], [1, 3]]
+    >>> plan_microbatches([3, 12], max_tokens=8)
+    Traceback (most recent call last):
+        ...
+    ValueError: row 1 has 12 tokens, max_tokens is 8. Raise max_tokens to at least 12, or shorten or drop the row.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
+    groups: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens still free, group), ascending
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        length = lengths[row]
+        if length > max_tokens:
+            raise ValueError(
+                f"row {row} has {length} tokens, max_tokens is {max_tokens}. Raise max_tokens to at least {length}, or "
+                "shorten or drop the row."
+            )
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            free, group = max_tokens, len(groups)
+            groups.append([])
+        else:
+            free, group = room.pop(place)
+        groups[group].append(row)
+        insort(room, (free - length, group))
+    return sorted(sorted(group) for group in groups)
+
+
+def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, seed: int = 0) -> list[list[int]]:
+    """The rows of each optimizer step: every epoch in an order of its own, drawn from `seed`, cut into mini-batches.
+
+    The last mini-batch of an epoch is shorter where `mini_batch_size` does not divide `rows`.
+
+    Raises:
+        ValueError: a size is below 1.
+
+    >>> [len(step) for step in plan_minibatches(10, mini_batch_size=4, num_epochs=2)]
+    [4, 4, 2, 4, 4, 2]
+    """
+    for name, value in (("mini_batch_size", mini_batch_size), ("num_epochs", num_epochs)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    generator = torch.Generator().manual_seed(seed)
+    epochs = [torch.randperm(rows, generator=generator).tolist() for _ in range(num_epochs)]
+    return [order[start : start + mini_batch_size] for order in epochs for start in range(0, rows, mini_batch_size)]

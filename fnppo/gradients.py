@@ -1,0 +1,99 @@
+"""Values and gradients of a loss with respect to a tree of parameters."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fnppo.metrics import Metrics, merge_metrics
+from fnppo.transforms import inside_transform
+from fnppo.types import PyTree
+
+LossFn: TypeAlias = Callable[..., tuple[Tensor, Metrics]]
+"""(params, micro-batch) -> (loss, metrics)."""
+
+
+def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[tuple[Tensor, Any], PyTree]]:
+    """Turn `loss_fn(params, *args) -> (loss, aux)` into `(params, *args) -> ((loss, aux), grads)`.
+
+    `grads` has the tree of `params`; a parameter that the loss does not use gets zeros. At top level the gradient comes
+    from `torch.autograd.grad`, which frees the graph as it goes and knows recomputation and every kernel. Inside a
+    torch.func transform it comes from `torch.func.grad_and_value`, so `vmap`, `jvp` and `grad` of the result work.
+
+    First order at top level: the result carries no graph. To differentiate it again, transform it with torch.func.
+
+    >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), {})
+    >>> (loss, aux), grads = value_and_grad(loss_fn)({"w": torch.tensor([2.0, 3.0])}, torch.tensor([4.0, 5.0]))
+    >>> loss, grads
+    (tensor(23.), {'w': tensor([4., 5.])})
+    """
+
+    def run(params: PyTree, *args: Any) -> tuple[tuple[Tensor, Any], PyTree]:
+        if inside_transform():
+            grads, (loss, aux) = torch.func.grad_and_value(loss_fn, has_aux=True)(params, *args)
+            return (loss, aux), grads
+        leaves, treedef = optree.tree_flatten(params)
+        aliases = [leaf.detach().requires_grad_() for leaf in leaves]
+        with torch.enable_grad():
+            loss, aux = loss_fn(optree.tree_unflatten(treedef, aliases), *args)
+        grads = (
+            torch.autograd.grad(loss, aliases, materialize_grads=True)
+            if loss.requires_grad
+            else map(torch.zeros_like, leaves)
+        )
+        return (loss.detach(), aux), optree.tree_unflatten(treedef, grads)
+
+    return run
+
+
+def accumulate_gradients(
+    loss_fn: LossFn, params: PyTree, batches: Iterable[Any]
+) -> tuple[tuple[Float[Tensor, ""], Metrics], PyTree]:
+    """Sum of losses, metrics and gradients over micro-batches.
+
+    The weights of the mini-batch make the loss a sum over targets, so adding is all there is to do: the result is that
+    of one batch that holds all targets. Micro-batches may come from a generator; each one's graph is gone before the
+    next is built.
+
+    Returns:
+        ((loss, metrics), grads), as `value_and_grad` does.
+
+    Raises:
+        ValueError: there is no micro-batch.
+
+    >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), Metrics())
+    >>> (loss, _), grads = accumulate_gradients(loss_fn, {"w": torch.tensor(2.0)}, [torch.tensor(1.0), torch.tensor(4.0)])
+    >>> loss, grads
+    (tensor(10.), {'w': tensor(5.)})
+    """
+    leaves, treedef = optree.tree_flatten(params)
+    if inside_transform():
+        return _add_up(value_and_grad(loss_fn)(params, batch) for batch in batches)
+    aliases = [leaf.detach().requires_grad_() for leaf in leaves]
+
+    def run(batch: Any) -> tuple[Tensor, Metrics]:
+        with torch.enable_grad():
+            loss, metrics = loss_fn(optree.tree_unflatten(treedef, aliases), batch)
+        if loss.requires_grad:
+            torch.autograd.backward(loss, inputs=aliases)  # adds into the aliases' .grad, in place
+        return loss.detach(), optree.tree_map(torch.detach, metrics)
+
+    loss, metrics = _add_up((run(batch), ()) for batch in batches)[0]
+    grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]
+    return (loss, metrics), optree.tree_unflatten(treedef, grads)
+
+
+def _add_up(parts: Iterable[tuple[tuple[Tensor, Metrics], PyTree]]) -> tuple[tuple[Tensor, Metrics], PyTree]:
+    total = None
+    for (loss, metrics), grads in parts:
+        if total is None:
+            total = (loss, metrics), grads
+        else:
+            (loss_sum, metrics_sum), grads_sum = total
+            total = (loss_sum + loss, merge_metrics(metrics_sum, metrics)), optree.tree_map(torch.add, grads_sum, grads)
+    if total is None:
+        raise ValueError("there is no micro-batch to take a gradient of.")
+    return total

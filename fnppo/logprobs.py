@@ -1,0 +1,288 @@
+"""Log-probability and entropy of the targets, without ever holding the logits of more than one chunk of them.
+
+    z_t = head(hidden of the target's predictor) / temperature            [vocab]
+    logprob_t = z_t[token_t] - logsumexp(z_t)          entropy_t = - Σ_v p_v log p_v,   p = softmax(z_t)
+
+For 100k targets and a vocabulary of 150k, the logits would be 60 GB in float32. Here the targets pass in chunks; the
+backward computes the logits of each chunk again, turns them into gradients and drops them.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fnppo.policy import Policy
+from fnppo.transforms import inside_forward_mode, inside_transform
+from fnppo.types import ModelBatch, Params, TokenStats
+
+LOGITS_PER_CHUNK = 2**22
+"""Default size of a chunk: 4M logits, 16 MB in float32, which stays near the cache of a CPU."""
+
+
+def forward_logprobs(
+    params: Params,
+    batch: ModelBatch,
+    *,
+    policy: Policy,
+    temperature: float | Float[Tensor, " targets"],
+    entropy: bool = True,
+    chunk_size: int | None = None,
+) -> TokenStats:
+    """Log-prob and entropy of every target under the policy with parameters `params`. Pure and differentiable in `params`.
+
+    Args:
+        params: the parameters, as `functional_policy` returns them.
+        batch: from `pack_sequences` or `pad_sequences`.
+        policy: from `functional_policy`.
+        temperature: the sampler's temperature, above 0; a number, or one a target. Logits are divided by it for the
+            log-prob and for the entropy alike. No gradient flows to it.
+        entropy: False leaves it out and saves its work.
+        chunk_size: targets per chunk; by default as many as fit `LOGITS_PER_CHUNK`. It does not change the result.
+
+    Returns:
+        `TokenStats`, [targets] each, in float32, or float64 for a float64 model.
+
+    Raises:
+        ValueError: temperature not above 0, or of a wrong shape; chunk_size below 1.
+    """
+    hidden = policy.hidden_states(params, batch.inputs)
+    head = policy.head.bind(params)
+    return chunked_logprobs(
+        hidden.index_select(0, batch.targets.predictors),
+        batch.targets.token_ids,
+        weight=head.weight,
+        bias=head.bias,
+        scale=head.scale,
+        softcap=head.softcap,
+        temperature=temperature,
+        entropy=entropy,
+        chunk_size=chunk_size,
+    )
+
+
+def chunked_logprobs(
+    hidden: Float[Tensor, "targets hidden"],
+    token_ids: Int[Tensor, " targets"],
+    *,
+    weight: Float[Tensor, "vocab hidden"],
+    bias: Float[Tensor, " vocab"] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | Float[Tensor, " targets"] = 1.0,
+    entropy: bool = True,
+    chunk_size: int | None = None,
+) -> TokenStats:
+    """Log-prob and entropy of `token_ids` under a linear head, chunk by chunk.
+
+    Usable without the rest of the library. Works under `torch.func.grad`, `vjp`, `jvp`, `vmap` and any nesting of them;
+    the memory bound holds for all but `jvp`.
+
+        logits = cap(scale · (hidden weightᵀ + bias))        cap(x) = softcap · tanh(x / softcap)
+
+    Args:
+        hidden: hidden state of each target's predictor.
+        weight, bias, scale, softcap: the head; the product is computed in the dtype of `hidden`, as the model itself
+            would, and everything after it in float32 or better.
+
+    See `forward_logprobs` for the other arguments and the result.
+
+    >>> stats = chunked_logprobs(torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0]), weight=torch.eye(3))
+    >>> stats.logprobs, stats.entropy
+    (tensor([-0.1698]), tensor([0.5243]))
+    """
+    targets, vocab = hidden.shape[0], weight.shape[0]
+    if chunk_size is None:
+        chunk_size = max(1, LOGITS_PER_CHUNK // vocab)
+    elif chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; a chunk holds at least 1 target. None chooses a size.")
+    temperature = _per_target(temperature, targets, like=hidden)
+    head = _Head(scale, softcap, entropy)
+    if inside_forward_mode():
+        # Saved tensors of a custom Function lose outer tangents, so nested jvp would be silently wrong.
+        chunks = _chunks(chunk_size, hidden, token_ids, temperature)
+        parts = [_stats(head, h, weight, bias, ids, t) for h, ids, t in chunks]
+        logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+    else:
+        logprobs, entropies = _ChunkedHead.apply(head, chunk_size, hidden, weight, bias, token_ids, temperature)
+    return TokenStats(logprobs, entropies if entropy else None)
+
+
+def logits_to_stats(
+    logits: Float[Tensor, "targets vocab"],
+    token_ids: Int[Tensor, " targets"],
+    *,
+    temperature: float | Float[Tensor, " targets"] = 1.0,
+    entropy: bool = True,
+) -> TokenStats:
+    """The definition, for logits that fit into memory: log-softmax of logits / temperature, in float32 or better.
+
+    A logit of -inf is a token of probability 0; it adds 0 to the entropy and gets gradient 0.
+
+    >>> logits_to_stats(torch.tensor([[1.0, 0.0, -torch.inf]]), torch.tensor([0])).entropy
+    tensor([0.5822])
+    """
+    temperature = _per_target(temperature, logits.shape[0], like=logits)
+    logp = _log_softmax(logits, temperature)
+    logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
+    return TokenStats(logprobs, _entropy(logp) if entropy else None)
+
+
+class _Head(NamedTuple):
+    """The constants of a head, and whether the entropy is wanted."""
+
+    scale: float
+    softcap: float | None
+    entropy: bool
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).to(_precise(hidden.dtype))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _stats(
+    head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One chunk. The entropy is empty when it is not wanted."""
+    stats = logits_to_stats(head.logits(hidden, weight, bias), token_ids, temperature=temperature, entropy=head.entropy)
+    return stats.logprobs, stats.logprobs.new_empty(0) if stats.entropy is None else stats.entropy
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """`_stats` over chunks, saving only its inputs. The backward computes each chunk again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        head: _Head, chunk_size: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temp: Tensor
+    ) -> tuple[Tensor, ...]:
+        parts = [_stats(head, h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.head, ctx.chunk_size = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, temp = ctx.saved_tensors
+        if not ctx.head.entropy:
+            grad_entropy = torch.zeros_like(grad_logprobs)
+        wanted = ctx.needs_input_grad[2:5]
+        # With gradients on, somebody may differentiate these gradients in turn.
+        accumulate = _differentiable_gradients if torch.is_grad_enabled() else _fast_gradients
+        chunks = _chunks(ctx.chunk_size, hidden, ids, temp, grad_logprobs, grad_entropy)
+        gradients = accumulate(ctx.head, weight, bias, wanted, chunks)
+        return (None, None, *gradients, None, None)
+
+
+def _differentiable_gradients(head, weight, bias, wanted, chunks):  # type: ignore[no-untyped-def]
+    """Gradients by autograd through the definition, chunk by chunk, which any outer transform can follow."""
+    shared = (weight,) if bias is None else (weight, bias)
+    grad_hidden: list[Tensor] = []
+    totals = [torch.zeros_like(parameter) for parameter in shared]
+    for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
+
+        def chunk(hidden, weight, bias=None, ids=ids, temp=temp):  # type: ignore[no-untyped-def]
+            return _stats(head, hidden, weight, bias, ids, temp)
+
+        cotangents = (grad_logprobs, grad_entropy if head.entropy else grad_entropy.new_empty(0))
+        grads = torch.func.vjp(chunk, hidden, *shared)[1](cotangents)
+        grad_hidden.append(grads[0])
+        totals = [total + grad for total, grad in zip(totals, grads[1:], strict=True)]
+    return torch.cat(grad_hidden), totals[0], None if bias is None else totals[1]
+
+
+def _fast_gradients(head, weight, bias, wanted, chunks):  # type: ignore[no-untyped-def]
+    """The same by formula, in place in the buffer that held the logits.
+
+    With x = logits, z = x / T, logp = log_softmax(z), p = exp(logp), H = entropy:
+
+        ∂logprob/∂z_v = 1[v = token] - p_v        ∂H/∂z_v = -p_v (logp_v + H)        ∂z/∂x = 1 / T
+    """
+    want_hidden, want_weight, want_bias = wanted
+    grad_hidden: list[Tensor] = []
+    grad_weight = torch.zeros_like(weight, dtype=_precise(weight.dtype)) if want_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=_precise(bias.dtype)) if want_bias else None
+    for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
+        logits = head.logits(hidden, weight, bias)
+        grad = _log_softmax(logits, temp)  # a fresh buffer, about to become the gradient
+        p = grad.exp()
+        if head.entropy:
+            grad.clamp_(min=torch.finfo(grad.dtype).min)  # 0 · -inf is NaN, 0 · (a finite number) is 0
+            neg_entropy = torch.linalg.vecdot(p, grad)
+            grad.mul_(grad_entropy[:, None]).add_((grad_logprobs - grad_entropy * neg_entropy)[:, None])
+            grad.mul_(p).neg_()
+        else:
+            torch.mul(p, -grad_logprobs[:, None], out=grad)
+        grad.scatter_add_(-1, ids[:, None], grad_logprobs[:, None])
+        grad.div_(temp[:, None])
+        if head.softcap is not None:  # d cap(x) = 1 - (cap(x) / softcap)²
+            grad.mul_(1 - (logits / head.softcap).square_())
+        if head.scale != 1.0:
+            grad.mul_(head.scale)
+        del p, logits
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        narrow = grad.to(hidden.dtype)
+        if want_hidden:
+            grad_hidden.append(narrow @ weight.to(hidden.dtype))
+        if grad_weight is not None:
+            _addmm_(grad_weight, narrow.T, hidden)
+    return (
+        torch.cat(grad_hidden) if want_hidden else None,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None else grad_bias.to(bias.dtype),
+    )
+
+
+def _addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in place and without a temporary where the dtypes agree."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:
+    """Slices of `size` targets; one empty slice when there is no target."""
+    return list(zip(*(column.split(size) for column in columns), strict=True))
+
+
+def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(logits.to(_precise(logits.dtype)) / temperature[:, None], dim=-1)
+
+
+def _entropy(logp: Tensor) -> Tensor:
+    """-Σ p log p with 0 log 0 = 0, in value and gradient: both factors are chosen before they meet."""
+    possible = logp > -math.inf
+    return -(logp.exp() * torch.where(possible, logp, 0)).sum(-1)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> Tensor:
+    """[targets], checked: above 0 where its value can be seen, and not to be differentiated."""
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            raise ValueError("temperature requires a gradient, and none flows to it. Pass temperature.detach().")
+        if temperature.shape not in ((), (targets,)):
+            raise ValueError(
+                f"temperature has shape {tuple(temperature.shape)}; it is a number or one a target: ({targets},)."
+            )
+        if not inside_transform() and not bool((temperature > 0).all()):
+            raise ValueError(
+                f"temperature is {temperature.min().item()}; it must be above 0. For greedy samples, use 1."
+            )
+        return temperature.to(like.device, _precise(like.dtype)).expand(targets)
+    if not temperature > 0 or math.isinf(temperature):
+        raise ValueError(f"temperature is {temperature}; it must be a number above 0. For greedy samples, use 1.")
+    return torch.full((targets,), float(temperature), dtype=_precise(like.dtype), device=like.device)

@@ -1,0 +1,59 @@
+"""Metrics as sums: they add over micro-batches, ranks and steps, and are divided once, when a person reads them.
+
+per_step     sums already weighted by `loss_weights` (loss, policy_loss): divided by the number of optimizer steps,
+             so the reported value is the quantity that was optimised, whatever the split
+per_token    plain sums over targets (entropy, kl, clip fractions): divided by the number of targets
+totals       counts (tokens, rows): not divided
+minima, maxima
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Metrics(NamedTuple):
+    """Sums and extremes over targets; see the head of `fnppo.metrics`. A custom loss adds keys of its own freely."""
+
+    per_step: dict[str, Tensor] = {}
+    per_token: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
+    minima: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+
+
+def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
+    """Metrics of the union of two disjoint sets of targets.
+
+    >>> a = Metrics(per_token={"kl": torch.tensor(2.0)}, totals={"tokens": torch.tensor(1)})
+    >>> b = Metrics(per_token={"kl": torch.tensor(2.0)}, totals={"tokens": torch.tensor(3)})
+    >>> summarize(merge_metrics(a, b))["kl"]
+    1.0
+    """
+    return Metrics(
+        _combine(a.per_step, b.per_step, torch.add),
+        _combine(a.per_token, b.per_token, torch.add),
+        _combine(a.totals, b.totals, torch.add),
+        _combine(a.minima, b.minima, torch.minimum),
+        _combine(a.maxima, b.maxima, torch.maximum),
+    )
+
+
+def summarize(metrics: Metrics) -> dict[str, float]:
+    """Plain floats for a log, divided here and nowhere else.
+
+    Means over no tokens, and extremes of nothing, are NaN.
+    """
+    steps = max(int(metrics.totals.get("steps", 1)), 1)
+    tokens = int(metrics.totals.get("tokens", 0))
+    summary = {name: value.item() / steps for name, value in metrics.per_step.items()}
+    summary |= {name: value.item() / tokens if tokens else float("nan") for name, value in metrics.per_token.items()}
+    extremes = metrics.minima | metrics.maxima
+    summary |= {name: value.item() if value.isfinite() or tokens else float("nan") for name, value in extremes.items()}
+    return summary | {name: float(value) for name, value in metrics.totals.items()}
+
+
+def _combine(a: dict[str, Tensor], b: dict[str, Tensor], how) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    both = {name: how(a[name], b[name]) for name in a.keys() & b.keys()}
+    return {name: both[name] if name in both else (a | b)[name] for name in a | b}

@@ -1,0 +1,230 @@
+"""Optimizers as pairs of pure functions, after optax.
+
+    optimizer = chain(clip_by_global_norm(1.0), adamw(1e-6))
+    opt_state = optimizer.init(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = apply_updates(params, updates)
+
+An update is what is added to the parameters. `donate=True` lets a function reuse the memory of the state and parameters
+it is given, which are then gone; the numbers are the same to the bit.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import optree
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fnppo.foreach import foreach
+from fnppo.schedules import Schedule
+from fnppo.transforms import inside_transform
+from fnppo.types import PyTree
+
+State: TypeAlias = Any
+
+
+class UpdateFn(Protocol):
+    """(grads, state, params) -> (updates, state)."""
+
+    def __call__(
+        self, grads: PyTree, state: State, params: PyTree, *, donate: bool = False
+    ) -> tuple[PyTree, State]: ...
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> state` and `update(grads, state, params, *, donate=False) -> (updates, state)`."""
+
+    init: Callable[[PyTree], State]
+    update: UpdateFn
+
+
+def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:
+    """params + updates, in the dtype of the parameters.
+
+    >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.25)})
+    {'w': tensor(0.7500)}
+    """
+    leaves, treedef = optree.tree_flatten(params)
+    return optree.tree_unflatten(treedef, foreach("add_" if donate else "add", leaves, treedef.flatten_up_to(updates)))
+
+
+class AdamWState(NamedTuple):
+    """Steps taken so far, and the running means of gradient and squared gradient."""
+
+    step: Int[Tensor, ""]
+    first_moment: PyTree
+    second_moment: PyTree
+
+
+def adamw(
+    learning_rate: float | Tensor | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> Optimizer:
+    """Adam with decoupled weight decay (Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, 1711.05101).
+
+        m ← b1 m + (1 - b1) g            v ← b2 v + (1 - b2) g²
+        update = -lr · ( m / (1 - b1ᵗ) / (√(v / (1 - b2ᵗ)) + eps) + weight_decay · θ )
+
+    Args:
+        learning_rate: a number, or a schedule: number of steps taken so far -> rate.
+        b1, b2, eps, weight_decay: as in `torch.optim.AdamW`, which takes the same steps.
+
+    >>> optimizer, params = adamw(0.1, weight_decay=0.0), {"w": torch.tensor([1.0, -2.0])}
+    >>> updates, state = optimizer.update({"w": torch.tensor([3.0, -5.0])}, optimizer.init(params), params)
+    >>> updates["w"], state.step
+    (tensor([-0.1000,  0.1000]), tensor(1))
+    """
+
+    def init(params: PyTree) -> AdamWState:
+        return AdamWState(_no_steps(params), *(optree.tree_map(torch.zeros_like, params) for _ in range(2)))
+
+    def update(grads: PyTree, state: AdamWState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, AdamWState]:
+        p, treedef = optree.tree_flatten(params)
+        g, m, v = (treedef.flatten_up_to(tree) for tree in (grads, *state[1:]))
+        rate, step = _rate(learning_rate, state.step), (state.step + 1).double()
+        own = "_" if donate else ""
+        m = foreach("lerp" + own, m, g, 1 - b1)
+        v = foreach("addcmul_", foreach("mul" + own, v, b2), g, g, 1 - b2)
+        # sqrt(v / c2) + eps, then m / c1 over it; scalars in float64, arrays in their own dtype
+        denominator = foreach("add_", foreach("mul_", foreach("sqrt", v), (1 - b2**step).rsqrt()), eps)
+        updates = foreach("mul_", foreach("div", m, denominator), -rate / (1 - b1**step))
+        if weight_decay != 0:
+            updates = foreach("add_", updates, foreach("mul", p, -rate * weight_decay))
+        unflatten = treedef.unflatten
+        return unflatten(updates), AdamWState(state.step + 1, unflatten(m), unflatten(v))
+
+    return Optimizer(init, update)
+
+
+class SGDState(NamedTuple):
+    """Steps taken so far, and the running sum of gradients (None without momentum)."""
+
+    step: Int[Tensor, ""]
+    momentum: PyTree
+
+
+def sgd(learning_rate: float | Tensor | Schedule, *, momentum: float = 0.0) -> Optimizer:
+    """update = -lr · b,   b ← momentum · b + g.
+
+    >>> optimizer, params = sgd(0.5), {"w": torch.tensor(1.0)}
+    >>> optimizer.update({"w": torch.tensor(3.0)}, optimizer.init(params), params)[0]
+    {'w': tensor(-1.5000)}
+    """
+
+    def init(params: PyTree) -> SGDState:
+        return SGDState(_no_steps(params), optree.tree_map(torch.zeros_like, params) if momentum else None)
+
+    def update(grads: PyTree, state: SGDState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SGDState]:
+        g, treedef = optree.tree_flatten(grads)
+        buffers = None
+        if momentum:
+            buffers = treedef.flatten_up_to(state.momentum)
+            g = buffers = foreach("add_", foreach("mul_" if donate else "mul", buffers, momentum), g)
+        updates = foreach("mul", g, -_rate(learning_rate, state.step))
+        return treedef.unflatten(updates), SGDState(state.step + 1, buffers and treedef.unflatten(buffers))
+
+    return Optimizer(init, update)
+
+
+def clip_by_global_norm(max_norm: float | Tensor) -> Optimizer:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
+
+    >>> clip = clip_by_global_norm(1.0)
+    >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init({}), {})[0]
+    {'w': tensor([0.6000, 0.8000])}
+    """
+
+    def update(grads: PyTree, state: tuple[()], params: PyTree, *, donate: bool = False) -> tuple[PyTree, tuple[()]]:
+        scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        leaves, treedef = optree.tree_flatten(grads)
+        return treedef.unflatten(foreach("mul", leaves, scale)), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def chain(*optimizers: Optimizer) -> Optimizer:
+    """One after the other: the updates of one are the gradients of the next."""
+
+    def init(params: PyTree) -> tuple[State, ...]:
+        return tuple(optimizer.init(params) for optimizer in optimizers)
+
+    def update(grads: PyTree, state: State, params: PyTree, *, donate: bool = False) -> tuple[PyTree, State]:
+        states = []
+        for optimizer, own in zip(optimizers, state, strict=True):
+            grads, own = optimizer.update(grads, own, params, donate=donate)
+            states.append(own)
+        return grads, tuple(states)
+
+    return Optimizer(init, update)
+
+
+class SkipState(NamedTuple):
+    """How many updates were skipped, and the state of the optimizer inside."""
+
+    skipped: Int[Tensor, ""]
+    inner: State
+
+
+def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
+    """Where a gradient is not finite, do nothing: updates are zero, and moments, step and schedule stay as they are.
+
+    The count of skipped updates is `opt_state.skipped`. Outside of transforms this reads one boolean from the device.
+
+    >>> optimizer, params = skip_nonfinite(adamw(0.1)), {"w": torch.tensor(1.0)}
+    >>> updates, state = optimizer.update({"w": torch.tensor(torch.nan)}, optimizer.init(params), params)
+    >>> updates, state.skipped, state.inner.step
+    ({'w': tensor(-0.)}, tensor(1), tensor(0))
+    """
+
+    def init(params: PyTree) -> SkipState:
+        return SkipState(_no_steps(params), optimizer.init(params))
+
+    def update(grads: PyTree, state: SkipState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SkipState]:
+        finite = all_finite(grads)
+        # p + -0.0 is p to the bit for every p; p + 0.0 would turn -0.0 into 0.0
+        nothing = optree.tree_map(lambda grad: torch.full_like(grad, -0.0), grads)
+        if not inside_transform():
+            if not bool(finite):
+                return nothing, SkipState(state.skipped + 1, state.inner)
+            updates, inner = optimizer.update(grads, state.inner, params, donate=donate)
+            return updates, SkipState(state.skipped, inner)
+        updates, inner = optimizer.update(grads, state.inner, params)
+        keep: Any = lambda new, old: torch.where(finite, new, old)  # noqa: E731
+        return optree.tree_map(keep, updates, nothing), SkipState(
+            state.skipped + (~finite).long(), optree.tree_map(keep, inner, state.inner)
+        )
+
+    return Optimizer(init, update)
+
+
+def global_norm(tree: PyTree) -> Float[Tensor, ""]:
+    """√ Σ x² over all entries of all leaves.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
+    norms = [
+        torch.linalg.vector_norm(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
+        for leaf in optree.tree_leaves(tree)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
+    """True where no entry of no leaf is infinite or NaN."""
+    return torch.stack([leaf.isfinite().all() for leaf in optree.tree_leaves(tree)]).all()
+
+
+def _no_steps(params: PyTree) -> Int[Tensor, ""]:
+    leaves = optree.tree_leaves(params)
+    return torch.zeros((), dtype=torch.long, device=leaves[0].device if leaves else None)
+
+
+def _rate(learning_rate: float | Tensor | Schedule, step: Int[Tensor, ""]) -> float | Tensor:
+    return learning_rate(step) if callable(learning_rate) and not isinstance(learning_rate, Tensor) else learning_rate

@@ -1,0 +1,222 @@
+"""From a padded rectangle to what the model reads, and back: the only layout change and the only next-token shift.
+
+Packed, the existing tokens of all rows lie end to end on one axis, so no work is spent on padding:
+
+    input_ids        attention_mask         packed ids     cu_seqlens    position_ids
+    [[_, 5, 6],      [[0, 1, 1],      ->    5 6 7 8 9      0 2 5         0 1 0 1 2
+     [7, 8, 9]]       [1, 1, 1]]
+
+A target is an existing token with `loss_mask` set; its predictor is the existing token before it in the same row. So
+the last token of one sequence can never be scored against the first of the next.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fnppo.checks import FLOAT_COLUMNS, check_batch
+from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
+
+
+def pack_sequences(batch: PaddedBatch, *, pad_to: int | None = None) -> ModelBatch:
+    """Lay the existing tokens of all rows end to end on one axis.
+
+    Packing is preparation of data: it runs outside of torch.func transforms.
+
+    Args:
+        batch: the rollouts; padding may stand anywhere.
+        pad_to: if given, the axis is filled up to this many tokens, for static shapes. The filler is a segment of its
+            own, that no target points to. A batch without any token gets one filler token, as a model needs one.
+
+    Returns:
+        `ModelBatch` with `PackedInputs`: segment i is row i.
+
+    Raises:
+        ValueError: the batch is malformed (see `fnppo.checks`) or has more than `pad_to` tokens.
+
+    >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
+    >>> inputs, targets = pack_sequences(batch)
+    >>> inputs.input_ids, inputs.cu_seqlens
+    (tensor([5, 6, 7, 8, 9]), tensor([0, 2, 5], dtype=torch.int32))
+    >>> targets.token_ids, targets.predictors
+    (tensor([6, 9]), tensor([0, 3]))
+    """
+    batch = check_batch(batch)
+    kept = _kept(batch)
+    tokens = kept.numel()
+    length = max(tokens, 1) if pad_to is None else pad_to
+    if tokens > length or length < 1:
+        raise ValueError(f"the batch has {tokens} tokens, pad_to is {pad_to}. Raise pad_to or plan smaller batches.")
+    lengths = batch.attention_mask.sum(1)
+    if length > tokens:
+        lengths = torch.cat([lengths, lengths.new_tensor([length - tokens])])
+    filler = kept.new_zeros(length - tokens)
+    inputs = PackedInputs(
+        input_ids=torch.cat([batch.input_ids.flatten()[kept], filler.to(batch.input_ids.dtype)]),
+        position_ids=torch.cat([_positions(batch).flatten()[kept], torch.arange(filler.numel(), device=kept.device)]),
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+    )
+    return ModelBatch(inputs, _targets(batch, kept, location=torch.arange(tokens, device=kept.device)))
+
+
+def pad_sequences(batch: PaddedBatch) -> ModelBatch:
+    """Keep the rectangle: one row a sequence, with a mask. The same targets as `pack_sequences`, in the same order.
+
+    >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
+    >>> inputs, targets = pad_sequences(batch)
+    >>> inputs.position_ids
+    tensor([[0, 0, 1],
+            [0, 1, 2]])
+    >>> targets.token_ids, targets.predictors
+    (tensor([6, 9]), tensor([1, 4]))
+    """
+    batch = check_batch(batch)
+    if batch.input_ids.numel() == 0:  # a model needs one token: a filler that no target points to
+        filler = batch.input_ids.new_zeros(1, 1)
+        kept = _kept(batch)
+        return ModelBatch(PaddedInputs(filler, filler.long(), filler == 1), _targets(batch, kept, location=kept))
+    inputs = PaddedInputs(
+        input_ids=torch.where(batch.attention_mask, batch.input_ids, 0),
+        position_ids=_positions(batch),
+        attention_mask=batch.attention_mask,
+    )
+    kept = _kept(batch)
+    return ModelBatch(inputs, _targets(batch, kept, location=kept))
+
+
+def unpack_targets(
+    values: Float[Tensor, " targets"], targets: Targets, *, shape: tuple[int, int], fill: float = 0.0
+) -> Float[Tensor, "batch seq"]:
+    """Put one value a target back to its place in the padded rectangle; all other places hold `fill`.
+
+    Differentiable in `values`.
+
+    >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
+    >>> targets = pack_sequences(batch).targets
+    >>> unpack_targets(torch.tensor([0.5, 0.25]), targets, shape=(2, 3))
+    tensor([[0.0000, 0.0000, 0.5000],
+            [0.0000, 0.0000, 0.2500]])
+    """
+    if values.shape != targets.token_ids.shape:
+        raise ValueError(f"values has shape {tuple(values.shape)}; there are {targets.token_ids.numel()} targets.")
+    rectangle = torch.full(shape, fill, dtype=values.dtype, device=values.device)
+    return rectangle.index_put((targets.rows, targets.columns), values)
+
+
+def select_rows(batch: PaddedBatch, rows: Sequence[int] | Int[Tensor, " selected"]) -> PaddedBatch:
+    """The batch of the given rows, in the given order, with every column.
+
+    >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
+    >>> select_rows(batch, [1]).input_ids
+    tensor([[7, 8, 9]])
+    """
+    index = torch.as_tensor(rows, dtype=torch.long, device=batch.input_ids.device)
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < batch.input_ids.shape[0]):
+        raise ValueError(f"rows {index.tolist()} are not all in a batch of {batch.input_ids.shape[0]} rows.")
+    pick = {name: column[index] for name, column in batch._asdict().items() if isinstance(column, Tensor)}
+    return batch._replace(**pick, extra={name: column[index] for name, column in batch.extra.items()})
+
+
+def lengths(batch: PaddedBatch) -> list[int]:
+    """Number of existing tokens of each row.
+
+    >>> lengths(padded_batch([[5], [7, 8]], [[6], [9]]))
+    [2, 3]
+    """
+    counts: list[int] = (batch.attention_mask != 0).sum(1).tolist()
+    return counts
+
+
+def padded_batch(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    *,
+    old_logprobs: Sequence[Sequence[float]] | None = None,
+    ref_logprobs: Sequence[Sequence[float]] | None = None,
+    advantages: Sequence[float] | None = None,
+    groups: Sequence[int] | None = None,
+    pad_token_id: int = 0,
+    device: torch.device | str | None = None,
+) -> PaddedBatch:
+    """A `PaddedBatch` from lists of token ids: prompts padded on the left, responses on the right.
+
+    Args:
+        prompts, responses: token ids of each row. Every response token is a learned token.
+        old_logprobs, ref_logprobs: one value a response token.
+        advantages: one value a row, given to all of its response tokens.
+        groups: prompt group of each row.
+        pad_token_id: what stands in the padding; it is never read.
+
+    >>> batch = padded_batch([[5], [7, 8]], [[6], [9]], advantages=[1.0, -1.0])
+    >>> batch.input_ids
+    tensor([[0, 5, 6],
+            [7, 8, 9]])
+    >>> batch.advantages
+    tensor([[ 0.,  0.,  1.],
+            [ 0.,  0., -1.]])
+    """
+    rows = len(prompts)
+    given = {"responses": responses, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    for name, column in (given | {"advantages": advantages, "groups": groups}).items():
+        if column is not None and len(column) != rows:
+            raise ValueError(f"{name} has {len(column)} rows, prompts has {rows}.")
+    for name in ("old_logprobs", "ref_logprobs"):
+        for row, values in enumerate(given[name] or ()):
+            if len(values) != len(responses[row]):
+                raise ValueError(f"row {row}: {len(values)} {name} for {len(responses[row])} response tokens.")
+
+    prompt_width = max((len(prompt) for prompt in prompts), default=0)
+    width = prompt_width + max((len(response) for response in responses), default=0)
+    input_ids = torch.full((rows, width), pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros(rows, width, dtype=torch.bool)
+    loss_mask = torch.zeros(rows, width, dtype=torch.bool)
+    floats = {name: torch.zeros(rows, width) for name in given if name != "responses" and given[name] is not None}
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        start, end = prompt_width - len(prompt), prompt_width + len(response)
+        input_ids[row, start:end] = torch.tensor([*prompt, *response], dtype=torch.long)
+        attention_mask[row, start:end] = True
+        loss_mask[row, prompt_width:end] = True
+        for name, column in floats.items():
+            column[row, prompt_width:end] = torch.tensor(given[name][row])  # type: ignore[index]
+    batch = PaddedBatch(
+        input_ids,
+        attention_mask,
+        loss_mask,
+        advantages=None if advantages is None else torch.where(loss_mask, torch.tensor(advantages)[:, None], 0.0),
+        groups=None if groups is None else torch.tensor(groups),
+        **floats,
+    )
+    return batch._replace(**{n: c.to(device) for n, c in batch._asdict().items() if isinstance(c, Tensor)})
+
+
+def _kept(batch: PaddedBatch) -> Int[Tensor, " kept"]:
+    """Flat indices of the existing tokens, row by row."""
+    return rearrange(batch.attention_mask, "batch seq -> (batch seq)").nonzero()[:, 0]
+
+
+def _positions(batch: PaddedBatch) -> Int[Tensor, "batch seq"]:
+    """Position of each token among the existing tokens of its row; padding gets the last position before it, or 0."""
+    return (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
+
+
+def _targets(batch: PaddedBatch, kept: Int[Tensor, " kept"], *, location: Int[Tensor, " kept"]) -> Targets:
+    """The learned tokens; `location[k]` is where the layout has put the k-th existing token."""
+    learned = batch.loss_mask.flatten()[kept].nonzero()[:, 0]  # indices into kept
+    flat = kept[learned]
+
+    def pick(column: Tensor) -> Tensor:
+        return column.flatten()[flat]
+
+    rows = flat // max(batch.input_ids.shape[1], 1)
+    return Targets(
+        token_ids=pick(batch.input_ids).long(),
+        predictors=location[learned - 1],  # check_batch has seen to it that a target is never the first of its row
+        rows=rows,
+        columns=flat % max(batch.input_ids.shape[1], 1),
+        groups=None if batch.groups is None else batch.groups[rows],
+        extra={name: pick(column) for name, column in batch.extra.items()},
+        **{name: pick(getattr(batch, name)) for name in FLOAT_COLUMNS if getattr(batch, name) is not None},
+    )

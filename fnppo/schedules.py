@@ -1,0 +1,73 @@
+"""Learning rates as functions of the number of steps taken so far.
+
+A schedule maps the step count, a 0-dim integer tensor, to a rate, a 0-dim float64 tensor (float32 where the device has
+no float64). The first step is step 0, and no warm-up wastes it on a rate of 0: it uses the rate that ends it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Schedule: TypeAlias = Callable[[Int[Tensor, ""]], Float[Tensor, ""]]
+
+
+def constant(value: float, *, warmup: int = 0) -> Schedule:
+    """`value`, after a linear warm-up over the first `warmup` steps.
+
+    >>> [round(constant(1.0, warmup=4)(torch.tensor(step)).item(), 4) for step in (0, 1, 3, 100)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+    return lambda step: value * _warmup(step, warmup)
+
+
+def linear(start: float, end: float, *, steps: int, warmup: int = 0) -> Schedule:
+    """From `start` to `end` in a straight line over `steps` steps (after the warm-up), then `end`.
+
+    >>> [round(linear(1.0, 0.0, steps=4)(torch.tensor(step)).item(), 4) for step in (0, 1, 4, 100)]
+    [1.0, 0.75, 0.0, 0.0]
+    """
+    _positive("steps", steps)
+    return lambda step: (start + (end - start) * _progress(step, warmup, steps)) * _warmup(step, warmup)
+
+
+def cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.0) -> Schedule:
+    """Half a cosine from `peak` to `final` over `steps` steps after the warm-up (Loshchilov & Hutter, 1608.03983, eq. 5).
+
+    >>> [round(cosine(1.0, steps=4)(torch.tensor(step)).item(), 4) for step in (0, 2, 4, 100)]
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    _positive("steps", steps)
+
+    def schedule(step: Int[Tensor, ""]) -> Float[Tensor, ""]:
+        decay = (1 + torch.cos(math.pi * _progress(step, warmup, steps))) / 2
+        return (final + (peak - final) * decay) * _warmup(step, warmup)
+
+    return schedule
+
+
+def warmup_stable_decay(peak: float, *, warmup: int, stable: int, decay: int, final: float = 0.0) -> Schedule:
+    """Up in a straight line, flat for `stable` steps, down in a straight line over `decay` steps (arXiv:2404.06395, eq. 1).
+
+    >>> schedule = warmup_stable_decay(1.0, warmup=2, stable=2, decay=2)
+    >>> [round(schedule(torch.tensor(step)).item(), 4) for step in range(7)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    _positive("decay", decay)
+    return lambda step: (peak + (final - peak) * _progress(step, warmup + stable, decay)) * _warmup(step, warmup)
+
+
+def _warmup(step: Int[Tensor, ""], warmup: int) -> Float[Tensor, ""]:
+    return ((step + 1).double() / max(warmup, 1)).clamp(max=1.0)
+
+
+def _progress(step: Int[Tensor, ""], start: int, steps: int) -> Float[Tensor, ""]:
+    return ((step - start).double() / steps).clamp(0.0, 1.0)
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; a schedule needs at least 1 step.")

@@ -1,0 +1,152 @@
+"""The update itself: one optimizer step, and the epochs × mini-batches × micro-batches around it."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import torch
+
+from fnppo.batching import plan_microbatches, plan_minibatches
+from fnppo.checks import check_batch, check_vocabulary
+from fnppo.gradients import LossFn, accumulate_gradients
+from fnppo.logprobs import forward_logprobs
+from fnppo.metrics import Metrics, merge_metrics, summarize
+from fnppo.optim import Optimizer, State, apply_updates, global_norm
+from fnppo.packing import lengths, pack_sequences, select_rows, unpack_targets
+from fnppo.policy import Policy
+from fnppo.types import ModelBatch, PaddedBatch, Params, PyTree, TokenStats
+from fnppo.weights import token_mean
+
+Layout: TypeAlias = Callable[[PaddedBatch], ModelBatch]
+Weights: TypeAlias = Callable[[PaddedBatch], PaddedBatch]
+
+
+def train_step(
+    params: PyTree,
+    opt_state: State,
+    batches: Iterable[ModelBatch],
+    *,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    donate: bool = False,
+) -> tuple[PyTree, State, Metrics]:
+    """One optimizer step over the micro-batches of one mini-batch.
+
+    Args:
+        params, opt_state: the trees to start from; not changed unless donated.
+        batches: micro-batches whose `loss_weights` were made from the whole mini-batch.
+        loss_fn: (params, micro-batch) -> (loss, metrics).
+        optimizer: an (init, update) pair.
+        donate: reuse the memory of `params` and `opt_state`, which are then gone. The same numbers to the bit.
+
+    Returns:
+        New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added.
+    """
+    (_, metrics), grads = accumulate_gradients(loss_fn, params, batches)
+    norm = global_norm(grads)
+    updates, opt_state = optimizer.update(grads, opt_state, params, donate=donate)
+    del grads
+    params = apply_updates(params, updates, donate=donate)
+    return (
+        params,
+        opt_state,
+        metrics._replace(
+            per_step=metrics.per_step | {"grad_norm": norm},
+            totals=metrics.totals | {"steps": torch.ones_like(norm, dtype=torch.long)},
+        ),
+    )
+
+
+def update_policy(
+    params: PyTree,
+    opt_state: State,
+    batch: PaddedBatch,
+    *,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    mini_batch_size: int,
+    max_tokens: int,
+    num_epochs: int = 1,
+    weights: Weights = token_mean,
+    seed: int = 0,
+    layout: Layout = pack_sequences,
+    donate: bool = False,
+) -> tuple[PyTree, State, dict[str, float]]:
+    """Several epochs over a batch of rollouts: what a PPO or GRPO iteration does after sampling.
+
+    Each epoch shuffles the rows and cuts them into mini-batches. Each mini-batch gets its loss weights once, is split
+    into micro-batches of at most `max_tokens` real tokens, and makes one optimizer step. The split changes memory and
+    time, not numbers. The same arguments give the same bits.
+
+    Args:
+        batch: the rollouts.
+        loss_fn: (params, micro-batch) -> (loss, metrics).
+        mini_batch_size: rows of one optimizer step. The last mini-batch of an epoch may be shorter; its weights are made
+            from the rows it has.
+        max_tokens: limit of one forward.
+        num_epochs: passes over the batch.
+        weights: mask -> loss weights, such as `token_mean`.
+        seed: of the shuffling.
+        layout: `pack_sequences` or `pad_sequences`.
+        donate: see `train_step`. The caller's `params` and `opt_state` are then gone.
+
+    Returns:
+        New params, new opt_state, and metrics as plain floats, over all steps (see `summarize`).
+
+    Raises:
+        ValueError: the batch is malformed, a row is over `max_tokens`, or a size is below 1.
+    """
+    batch = check_batch(batch)
+    tokens = lengths(batch)
+    if not tokens:
+        raise ValueError("the batch has no rows.")
+    plan_microbatches(tokens, max_tokens=max_tokens)  # a row over the limit is refused before anything is changed
+    total = Metrics()
+    steps = plan_minibatches(len(tokens), mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed)
+    for rows in steps:
+        mini_batch = weights(select_rows(batch, rows))
+        groups = plan_microbatches(lengths(mini_batch), max_tokens=max_tokens)
+        micro_batches = (layout(select_rows(mini_batch, group)) for group in groups)
+        params, opt_state, metrics = train_step(
+            params, opt_state, micro_batches, loss_fn=loss_fn, optimizer=optimizer, donate=donate
+        )
+        total = merge_metrics(total, metrics)
+    return params, opt_state, summarize(total)
+
+
+@torch.no_grad()
+def compute_logprobs(
+    params: Params,
+    batch: PaddedBatch,
+    *,
+    policy: Policy,
+    temperature: float,
+    max_tokens: int,
+    entropy: bool = False,
+    layout: Layout = pack_sequences,
+) -> TokenStats:
+    """Log-probs (and entropy) of the learned tokens of a batch, without gradients: for `old_logprobs`, `ref_logprobs`.
+
+    Returns:
+        `TokenStats`, [batch, seq], rows in the order of the input, 0 where `loss_mask` is clear.
+
+    Raises:
+        ValueError: the batch is malformed, a token is outside the vocabulary, a row is over `max_tokens`.
+    """
+    batch = check_batch(batch)
+    check_vocabulary(batch, policy.vocab_size)
+    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
+    rectangles: list[torch.Tensor] = []
+    for rows in plan_microbatches(lengths(batch), max_tokens=max_tokens):
+        micro_batch = layout(select_rows(batch, rows))
+        stats = forward_logprobs(params, micro_batch, policy=policy, temperature=temperature, entropy=entropy)
+        back = micro_batch.targets._replace(
+            rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
+        )
+        columns = [column for column in stats if column is not None]
+        if not rectangles:
+            rectangles = [column.new_zeros(shape) for column in columns]
+        for rectangle, column in zip(rectangles, columns, strict=True):
+            rectangle += unpack_targets(column, back, shape=shape)
+    if not rectangles:
+        rectangles = [torch.zeros(shape, device=batch.input_ids.device) for _ in range(1 + entropy)]
+    return TokenStats(*rectangles)
