@@ -145,7 +145,7 @@ def varlen_attention(
 
     q, k, v = (rearrange(x, "1 heads tokens dim -> tokens heads dim") for x in (query, key, value))
     cu_seqlens, longest = _nonempty(segments)
-    output = varlen_attn(
+    output: Any = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, longest, longest,
         scale=scaling, window_size=_window(window), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip

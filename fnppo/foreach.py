@@ -8,7 +8,7 @@ from torch import Tensor
 from fnppo.transforms import inside_transform
 
 
-def foreach(name: str, tensors: list[Tensor], *others: Any) -> list[Tensor]:
+def foreach(name: str, tensors: list[Tensor], *others: Any, **constants: float) -> list[Tensor]:
     """`name` ("mul", "add_", ...) on each tensor: `torch._foreach_*`, a few kernels for all of them.
 
     torch.func transforms do not know the foreach kernels. Inside one the operation runs tensor by tensor, and out of
@@ -18,13 +18,11 @@ def foreach(name: str, tensors: list[Tensor], *others: Any) -> list[Tensor]:
     >>> foreach("mul", [torch.tensor(2.0), torch.tensor(3.0)], 10.0)
     [tensor(20.), tensor(30.)]
     """
+    if not tensors:
+        return []
     if inside_transform():
         operation = getattr(Tensor, name.removesuffix("_"))
         columns = [other if isinstance(other, list) else [other] * len(tensors) for other in others]
-        if name.startswith("addcmul"):
-            return [t.addcmul(a, b, value=c) for t, a, b, c in zip(tensors, *columns, strict=True)]
-        return [operation(*row) for row in zip(tensors, *columns, strict=True)]
-    if not tensors:
-        return []
-    changed = getattr(torch, f"_foreach_{name}")(tensors, *others)
+        return [operation(*row, **constants) for row in zip(tensors, *columns, strict=True)]
+    changed = getattr(torch, f"_foreach_{name}")(tensors, *others, **constants)
     return tensors if name.endswith("_") else list(changed)

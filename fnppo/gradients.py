@@ -79,7 +79,8 @@ def accumulate_gradients(
             loss, metrics = loss_fn(optree.tree_unflatten(treedef, aliases), batch)
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=aliases)  # adds into the aliases' .grad, in place
-        return loss.detach(), optree.tree_map(torch.detach, metrics)
+        detached: Any = optree.tree_map(torch.detach, metrics)  # type: ignore[arg-type]
+        return loss.detach(), detached
 
     loss, metrics = _add_up((run(batch), ()) for batch in batches)[0]
     grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]

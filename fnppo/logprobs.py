@@ -27,7 +27,7 @@ def forward_logprobs(
     batch: ModelBatch,
     *,
     policy: Policy,
-    temperature: float | Float[Tensor, " targets"],
+    temperature: float | Float[Tensor, "..."],
     entropy: bool = True,
     chunk_size: int | None = None,
 ) -> TokenStats:
@@ -71,7 +71,7 @@ def chunked_logprobs(
     bias: Float[Tensor, " vocab"] | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float | Float[Tensor, " targets"] = 1.0,
+    temperature: float | Float[Tensor, "..."] = 1.0,
     entropy: bool = True,
     chunk_size: int | None = None,
 ) -> TokenStats:
@@ -114,7 +114,7 @@ def logits_to_stats(
     logits: Float[Tensor, "targets vocab"],
     token_ids: Int[Tensor, " targets"],
     *,
-    temperature: float | Float[Tensor, " targets"] = 1.0,
+    temperature: float | Float[Tensor, "..."] = 1.0,
     entropy: bool = True,
 ) -> TokenStats:
     """The definition, for logits that fit into memory: log-softmax of logits / temperature, in float32 or better.
@@ -158,7 +158,7 @@ class _ChunkedHead(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         head: _Head, chunk_size: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temp: Tensor
     ) -> tuple[Tensor, ...]:
         parts = [_stats(head, h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]

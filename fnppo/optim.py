@@ -5,8 +5,8 @@
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = apply_updates(params, updates)
 
-An update is what is added to the parameters. `donate=True` lets a function reuse the memory of the state and parameters
-it is given, which are then gone; the numbers are the same to the bit.
+An update is what is added to the parameters. `donate=True` lets a function reuse the memory of the gradients and the
+state (`apply_updates`: of the parameters) that it is given, which are then gone; the numbers are the same to the bit.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
     {'w': tensor(0.7500)}
     """
     leaves, treedef = optree.tree_flatten(params)
-    return optree.tree_unflatten(treedef, foreach("add_" if donate else "add", leaves, treedef.flatten_up_to(updates)))
+    return optree.tree_unflatten(treedef, foreach("add_" if donate else "add", leaves, _leaves_like(treedef, updates)))
 
 
 class AdamWState(NamedTuple):
@@ -86,16 +86,18 @@ def adamw(
 
     def update(grads: PyTree, state: AdamWState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, AdamWState]:
         p, treedef = optree.tree_flatten(params)
-        g, m, v = (treedef.flatten_up_to(tree) for tree in (grads, *state[1:]))
+        g, m, v = (_leaves_like(treedef, tree) for tree in (grads, state.first_moment, state.second_moment))
         rate, step = _rate(learning_rate, state.step), (state.step + 1).double()
         own = "_" if donate else ""
         m = foreach("lerp" + own, m, g, 1 - b1)
-        v = foreach("addcmul_", foreach("mul" + own, v, b2), g, g, 1 - b2)
-        # sqrt(v / c2) + eps, then m / c1 over it; scalars in float64, arrays in their own dtype
-        denominator = foreach("add_", foreach("mul_", foreach("sqrt", v), (1 - b2**step).rsqrt()), eps)
-        updates = foreach("mul_", foreach("div", m, denominator), -rate / (1 - b1**step))
+        v = foreach("addcmul_", foreach("mul" + own, v, b2), g, g, value=1 - b2)
+        # One buffer goes from √(v / (1 - b2ᵗ)) + eps to the update. Scalars are float64, arrays keep their own dtype.
+        updates = foreach("mul_", foreach("sqrt", v), (1 - b2**step).rsqrt())
+        updates = foreach("mul_", foreach("reciprocal_", foreach("add_", updates, eps)), m)
+        updates = foreach("mul_", updates, 1 / (1 - b1**step))
         if weight_decay != 0:
-            updates = foreach("add_", updates, foreach("mul", p, -rate * weight_decay))
+            updates = foreach("add_", updates, p, alpha=weight_decay)
+        updates = foreach("mul_", updates, -rate)
         unflatten = treedef.unflatten
         return unflatten(updates), AdamWState(state.step + 1, unflatten(m), unflatten(v))
 
@@ -122,12 +124,11 @@ def sgd(learning_rate: float | Tensor | Schedule, *, momentum: float = 0.0) -> O
 
     def update(grads: PyTree, state: SGDState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SGDState]:
         g, treedef = optree.tree_flatten(grads)
-        buffers = None
         if momentum:
-            buffers = treedef.flatten_up_to(state.momentum)
-            g = buffers = foreach("add_", foreach("mul_" if donate else "mul", buffers, momentum), g)
+            buffers = _leaves_like(treedef, state.momentum)
+            g = foreach("add_", foreach("mul_" if donate else "mul", buffers, momentum), g)
         updates = foreach("mul", g, -_rate(learning_rate, state.step))
-        return treedef.unflatten(updates), SGDState(state.step + 1, buffers and treedef.unflatten(buffers))
+        return treedef.unflatten(updates), SGDState(state.step + 1, treedef.unflatten(g) if momentum else None)
 
     return Optimizer(init, update)
 
@@ -143,7 +144,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Optimizer:
     def update(grads: PyTree, state: tuple[()], params: PyTree, *, donate: bool = False) -> tuple[PyTree, tuple[()]]:
         scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
         leaves, treedef = optree.tree_flatten(grads)
-        return treedef.unflatten(foreach("mul", leaves, scale)), state
+        return treedef.unflatten(foreach("mul_" if donate else "mul", leaves, scale)), state
 
     return Optimizer(lambda params: (), update)
 
@@ -219,6 +220,11 @@ def global_norm(tree: PyTree) -> Float[Tensor, ""]:
 def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
     """True where no entry of no leaf is infinite or NaN."""
     return torch.stack([leaf.isfinite().all() for leaf in optree.tree_leaves(tree)]).all()
+
+
+def _leaves_like(treedef: optree.PyTreeSpec, tree: PyTree) -> list[Tensor]:
+    """The leaves of `tree` in the order of `treedef`; an error where their structures differ."""
+    return treedef.flatten_up_to(tree)  # type: ignore[return-value]
 
 
 def _no_steps(params: PyTree) -> Int[Tensor, ""]:

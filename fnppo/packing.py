@@ -10,7 +10,8 @@ A target is an existing token with `loss_mask` set; its predictor is the existin
 the last token of one sequence can never be scored against the first of the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -28,8 +29,9 @@ def pack_sequences(batch: PaddedBatch, *, pad_to: int | None = None) -> ModelBat
 
     Args:
         batch: the rollouts; padding may stand anywhere.
-        pad_to: if given, the axis is filled up to this many tokens, for static shapes. The filler is a segment of its
-            own, that no target points to. A batch without any token gets one filler token, as a model needs one.
+        pad_to: if given, the axis is filled up to this many tokens, for static shapes. The filler forms segments of
+            its own, after the rows, that no target points to. A batch without any token gets one filler token, as a
+            model needs one.
 
     Returns:
         `ModelBatch` with `PackedInputs`: segment i is row i.
@@ -50,14 +52,15 @@ def pack_sequences(batch: PaddedBatch, *, pad_to: int | None = None) -> ModelBat
     length = max(tokens, 1) if pad_to is None else pad_to
     if tokens > length or length < 1:
         raise ValueError(f"the batch has {tokens} tokens, pad_to is {pad_to}. Raise pad_to or plan smaller batches.")
-    lengths = batch.attention_mask.sum(1)
-    if length > tokens:
-        lengths = torch.cat([lengths, lengths.new_tensor([length - tokens])])
-    filler = kept.new_zeros(length - tokens)
+    counts = batch.attention_mask.sum(1)
+    filler = torch.arange(length - tokens, device=kept.device)
+    # No filler segment is longer than the longest row, so none needs a position that the model may not have.
+    longest = max(int(counts.max()), 1) if counts.numel() else 1
+    filler_counts = torch.bincount(filler // longest)
     inputs = PackedInputs(
-        input_ids=torch.cat([batch.input_ids.flatten()[kept], filler.to(batch.input_ids.dtype)]),
-        position_ids=torch.cat([_positions(batch).flatten()[kept], torch.arange(filler.numel(), device=kept.device)]),
-        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        input_ids=torch.cat([batch.input_ids.flatten()[kept], torch.zeros_like(filler, dtype=batch.input_ids.dtype)]),
+        position_ids=torch.cat([_positions(batch).flatten()[kept], filler % longest]),
+        cu_seqlens=torch.nn.functional.pad(torch.cat([counts, filler_counts]).cumsum(0), (1, 0)).to(torch.int32),
     )
     return ModelBatch(inputs, _targets(batch, kept, location=torch.arange(tokens, device=kept.device)))
 
@@ -158,38 +161,44 @@ def padded_batch(
     tensor([[ 0.,  0.,  1.],
             [ 0.,  0., -1.]])
     """
-    rows = len(prompts)
-    given = {"responses": responses, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    for name, column in (given | {"advantages": advantages, "groups": groups}).items():
-        if column is not None and len(column) != rows:
-            raise ValueError(f"{name} has {len(column)} rows, prompts has {rows}.")
-    for name in ("old_logprobs", "ref_logprobs"):
-        for row, values in enumerate(given[name] or ()):
-            if len(values) != len(responses[row]):
-                raise ValueError(f"row {row}: {len(values)} {name} for {len(responses[row])} response tokens.")
+    for name, column in (("responses", responses), ("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs),
+                         ("advantages", advantages), ("groups", groups)):  # fmt: skip
+        if column is not None and len(column) != len(prompts):
+            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}.")
+    prompt_width, response_width = (max(map(len, side), default=0) for side in (prompts, responses))
+    shape = (len(prompts), prompt_width + response_width)
 
-    prompt_width = max((len(prompt) for prompt in prompts), default=0)
-    width = prompt_width + max((len(response) for response in responses), default=0)
-    input_ids = torch.full((rows, width), pad_token_id, dtype=torch.long)
-    attention_mask = torch.zeros(rows, width, dtype=torch.bool)
-    loss_mask = torch.zeros(rows, width, dtype=torch.bool)
-    floats = {name: torch.zeros(rows, width) for name in given if name != "responses" and given[name] is not None}
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        start, end = prompt_width - len(prompt), prompt_width + len(response)
-        input_ids[row, start:end] = torch.tensor([*prompt, *response], dtype=torch.long)
-        attention_mask[row, start:end] = True
-        loss_mask[row, prompt_width:end] = True
-        for name, column in floats.items():
-            column[row, prompt_width:end] = torch.tensor(given[name][row])  # type: ignore[index]
-    batch = PaddedBatch(
-        input_ids,
-        attention_mask,
-        loss_mask,
-        advantages=None if advantages is None else torch.where(loss_mask, torch.tensor(advantages)[:, None], 0.0),
-        groups=None if groups is None else torch.tensor(groups),
-        **floats,
+    def rectangle(
+        left: Iterable[Sequence[Any]], right: Iterable[Sequence[Any]], fill: Any, dtype: torch.dtype
+    ) -> Tensor:
+        rows = [
+            [fill] * (prompt_width - len(prompt)) + [*prompt, *response] + [fill] * (response_width - len(response))
+            for prompt, response in zip(left, right, strict=True)
+        ]
+        return torch.tensor(rows, dtype=dtype, device=device).reshape(shape)
+
+    def about_responses(name: str, column: Sequence[Sequence[float]] | None) -> Tensor | None:
+        if column is None:
+            return None
+        for row, (values, response) in enumerate(zip(column, responses, strict=True)):
+            if len(values) != len(response):
+                raise ValueError(
+                    f"row {row}: {len(values)} {name} for {len(response)} response tokens. Give one a token."
+                )
+        return rectangle([[]] * len(prompts), column, 0.0, torch.float32)
+
+    there = [[True] * len(prompt) for prompt in prompts], [[True] * len(response) for response in responses]
+    loss_mask = rectangle([[]] * len(prompts), there[1], False, torch.bool)
+    per_row = None if advantages is None else torch.tensor(advantages, dtype=torch.float32, device=device)
+    return PaddedBatch(
+        input_ids=rectangle(prompts, responses, pad_token_id, torch.long),
+        attention_mask=rectangle(*there, False, torch.bool),
+        loss_mask=loss_mask,
+        old_logprobs=about_responses("old_logprobs", old_logprobs),
+        ref_logprobs=about_responses("ref_logprobs", ref_logprobs),
+        advantages=None if per_row is None else torch.where(loss_mask, per_row[:, None], 0.0),
+        groups=None if groups is None else torch.tensor(groups, dtype=torch.long, device=device),
     )
-    return batch._replace(**{n: c.to(device) for n, c in batch._asdict().items() if isinstance(c, Tensor)})
 
 
 def _kept(batch: PaddedBatch) -> Int[Tensor, " kept"]:

@@ -65,9 +65,10 @@ def functional_policy(
         )
     if remat:
         _rematerialize(skeleton)
-    policy = Policy(skeleton, _describe_head(module), attention, dropout_seed)
-    # Remat and dropout are no part of the question whether the description is right.
-    _check_against(module, Policy(_skeleton(module).eval(), policy.head, attention, None), params)
+    own_attention = str(module.config._attn_implementation)  # type: ignore[union-attr]
+    policy = Policy(skeleton, _describe_head(module), attention, dropout_seed, own_attention)
+    # Whether the description is right has nothing to do with remat and dropout.
+    _check_against(module, dataclasses.replace(policy, skeleton=_skeleton(module).eval(), dropout_seed=None), params)
     return policy, params
 
 
@@ -79,14 +80,16 @@ class Policy:
     head: "Head"
     attention: Attention = choose_attention
     dropout_seed: int | None = None
+    sampling_attention: str = "eager"
+    """transformers' name of the attention that the module came with, used when it samples with a cache."""
 
     def hidden_states(self, params: Params, inputs: PackedInputs | PaddedInputs) -> Float[Tensor, "tokens hidden"]:
         """Last hidden state of every position, after the final norm; padded inputs come out flattened, row by row."""
-        padded = isinstance(inputs, PaddedInputs)
+        add_batch = slice(None) if isinstance(inputs, PaddedInputs) else None
         arguments = {
-            "input_ids": inputs.input_ids if padded else inputs.input_ids[None],
-            "position_ids": inputs.position_ids if padded else inputs.position_ids[None],
-            "attention_mask": inputs.attention_mask if padded else None,
+            "input_ids": inputs.input_ids[add_batch],
+            "position_ids": inputs.position_ids[add_batch],
+            "attention_mask": inputs.attention_mask if isinstance(inputs, PaddedInputs) else None,
             "use_cache": False,
             "attend": partial(_attend, self.attention, segments_of(inputs)),
         }
@@ -237,7 +240,7 @@ def _probe(module: Any, tokens: tuple[int, ...], device: torch.device) -> Int[Te
     return torch.tensor(tokens, device=device) % module.get_input_embeddings().weight.shape[0]
 
 
-def _packed(*sequences: Int[Tensor, " tokens"]) -> PackedInputs:
+def _packed(*sequences: Int[Tensor, " _"]) -> PackedInputs:
     counts = torch.tensor([0] + [ids.numel() for ids in sequences], device=sequences[0].device)
     positions = torch.cat([torch.arange(ids.numel(), device=ids.device) for ids in sequences])
     return PackedInputs(torch.cat(sequences), positions, counts.cumsum(0).to(torch.int32))

@@ -1,0 +1,91 @@
+"""Trees of tensors and whole models on disk. A path holds either all that was written or what was there before."""
+
+import contextlib
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+from fnppo.policy import Policy
+from fnppo.types import Params, PyTree
+
+
+def save_checkpoint(path: str | os.PathLike[str], tree: PyTree, *, step: int) -> None:
+    """Write the tensors of `tree` (such as `(params, opt_state)`) and the step to one file, atomically."""
+    tensors = {_name(p): leaf for p, leaf in zip(optree.tree_paths(tree), optree.tree_leaves(tree), strict=True)}
+    with _replacing(Path(path)) as temporary, open(temporary, "wb") as file:
+        torch.save({"fnppo_checkpoint": 1, "step": step, "tensors": tensors}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_checkpoint(path: str | os.PathLike[str], like: PyTree) -> tuple[PyTree, int]:
+    """The tree and the step that `save_checkpoint` wrote, bit for bit, in the structure of `like`.
+
+    Raises:
+        ValueError: the file is no checkpoint, or its names, shapes or dtypes are not those of `like`.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        step, tensors = content["step"], content["tensors"]
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a checkpoint of fnppo, or is damaged ({error}). Remove it to start anew."
+        ) from error
+    leaves = []
+    for place, leaf in zip(optree.tree_paths(like), optree.tree_leaves(like), strict=True):
+        found = tensors.pop(_name(place), None)
+        if found is None or found.shape != leaf.shape or found.dtype != leaf.dtype:
+            what = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+            raise ValueError(
+                f"{path}: {_name(place)} is {what}, expected {tuple(leaf.shape)} {leaf.dtype}. It belongs to another run."
+            )
+        leaves.append(found.to(leaf.device, copy=True))
+    if tensors:
+        raise ValueError(f"{path} also holds {min(tensors)}, which this run does not have. It belongs to another run.")
+    return optree.tree_unflatten(optree.tree_structure(like), leaves), step
+
+
+def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Policy, tokenizer: Any = None) -> None:
+    """Write a folder that plain transformers loads with `from_pretrained`: config, safetensors and the tokenizer."""
+    model: Any = copy.deepcopy(policy.skeleton)
+    model.set_attn_implementation(policy.sampling_attention)
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "quantization_config"):  # a GGUF file was quantized; these parameters are not
+            del config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.load_state_dict(params, assign=True, strict=False)
+    model.tie_weights()
+    if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
+    with _replacing(Path(path)) as temporary:
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary place beside `path` that takes its place once all is written, and is gone if anything fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    temporary = folder / path.name
+    try:
+        yield temporary
+        if path.is_dir():
+            path.rename(folder / "old")
+        temporary.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _name(place: tuple[Any, ...]) -> str:
+    return "/".join(map(str, place))

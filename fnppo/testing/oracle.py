@@ -1,0 +1,87 @@
+"""The update computed the slow and obvious way: one row at a time, one token at a time, no masks, no packing.
+
+Nothing here shares code with the paths that it judges.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from fnppo.types import PaddedBatch, Params
+
+
+class float64_everywhere(TorchFunctionMode):
+    """Turns every request for float32 into float64.
+
+    Models from transformers compute norms, rotary angles and softmax in float32 even when they are in float64. Two
+    layouts that agree to 1e-16 before such a rounding may then differ by 1e-7 after it, and an equality to 1e-10 could
+    not be tested. Inside this mode it can. It does not reach layers that are computed again in the backward.
+
+    >>> with float64_everywhere():
+    ...     torch.ones(1, dtype=torch.float64).to(torch.float32).dtype
+    torch.float64
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        swap = {torch.float32: torch.float64}
+        args = tuple(swap.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+        kwargs = {k: swap.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def oracle_stats(
+    module: nn.Module, params: Params, batch: PaddedBatch, *, temperature: float
+) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """{(row, column): (log-prob, entropy)} of each learned token, with `module`'s own attention, differentiable in `params`."""
+    stats = {}
+    for row in range(batch.input_ids.shape[0]):
+        columns = [t for t in range(batch.input_ids.shape[1]) if batch.attention_mask[row, t]]
+        if not columns:
+            continue
+        ids = batch.input_ids[row, columns]
+        logits = functional_call(module, params, kwargs={"input_ids": ids[None], "use_cache": False}).logits[0]
+        for k, t in enumerate(columns):
+            if batch.loss_mask[row, t]:
+                z = logits[k - 1] / temperature
+                p = (z - z.max()).exp() / (z - z.max()).exp().sum()
+                entropy = -sum((q * q.log() for q in p if q > 0), torch.zeros((), dtype=p.dtype))
+                stats[row, t] = p[ids[k]].log(), entropy
+    return stats
+
+
+def oracle_loss(
+    stats: dict[tuple[int, int], tuple[Tensor, Tensor]],
+    batch: PaddedBatch,
+    weights: dict[tuple[int, int], float],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+    entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
+) -> Tensor:
+    """The PPO loss as the papers write it, token by token, with k3 for the KL."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place, (logprob, entropy) in stats.items():
+        old, advantage = float(batch.old_logprobs[place]), float(batch.advantages[place])  # type: ignore[index]
+        ratio = (logprob - old).exp()
+        low, high = 1 - clip_low, 1 + clip_high
+        clipped = ratio if low <= ratio.item() <= high else _number(min(max(ratio.item(), low), high))
+        gain = min(ratio * advantage, clipped * advantage, key=Tensor.item)
+        if advantage < 0 and gain.item() < dual_clip * advantage:
+            gain = _number(dual_clip * advantage)
+        loss = -gain - entropy_coef * entropy
+        if kl_coef:
+            d = logprob - float(batch.ref_logprobs[place])  # type: ignore[index]
+            loss = loss + kl_coef * ((-d).exp() - 1 + d)
+        total = total + weights[place] * loss
+    return total
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,181 @@
+"""The promise of the library: any layout and any split gives the numbers of the naive oracle, gradients included."""
+
+from functools import cache, partial
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import VOCAB, tiny
+
+import fnppo
+from fnppo.testing import float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
+
+FAMILIES = ["llama", "gpt2", "mistral"]
+MORE_FAMILIES = ["tied", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
+LOSS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "entropy_coef": 0.05, "kl_coef": 0.1}
+TOLERANCE = 1e-10
+
+
+@cache
+def policy_of(family, **options):
+    with float64_everywhere():
+        return fnppo.functional_policy(tiny(family), **options)
+
+
+def differences(a, b):
+    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    return max((float((x - y).detach().abs().max()) for x, y in pairs if x.numel()), default=0.0)
+
+
+def loss_and_grads(family, batches, *, temperature, options=(), chunk_size=None):
+    """((loss, metrics), grads) of the library."""
+    policy, params = policy_of(family, **dict(options))
+
+    def loss_fn(params, batch):
+        stats = fnppo.forward_logprobs(params, batch, policy=policy, temperature=temperature, chunk_size=chunk_size)
+        return fnppo.ppo_loss(stats, batch.targets, **LOSS)
+
+    with float64_everywhere():
+        return fnppo.accumulate_gradients(loss_fn, params, batches)
+
+
+def oracle(family, batch, *, temperature):
+    """(stats, loss, grads) of the oracle, with token-mean weights counted by hand."""
+    params = {name: p.detach().requires_grad_() for name, p in tiny(family).named_parameters()}
+    with float64_everywhere():
+        stats = oracle_stats(tiny(family), params, batch, temperature=temperature)
+        loss = oracle_loss(stats, batch, {place: 1 / len(stats) for place in stats}, **LOSS)
+        if not loss.requires_grad:
+            return stats, loss, {name: torch.zeros_like(p) for name, p in params.items()}
+        grads = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
+    return stats, loss, dict(zip(params, grads, strict=True))
+
+
+def check_layout(family, batch, temperature, layout, options=()):
+    """Log-probs, entropy, loss and gradients of a layout are those of the oracle."""
+    stats, loss, grads = oracle(family, batch, temperature=temperature)
+    policy, params = policy_of(family, **dict(options))
+    model_batch = layout(fnppo.token_mean(batch))
+    places = list(zip(model_batch.targets.rows.tolist(), model_batch.targets.columns.tolist(), strict=True))
+    assert places == sorted(stats)
+    with float64_everywhere():
+        ours = fnppo.forward_logprobs(params, model_batch, policy=policy, temperature=temperature)
+    for place, logprob, entropy in zip(places, ours.logprobs, ours.entropy, strict=True):
+        assert abs(logprob - stats[place][0]) <= TOLERANCE
+        assert abs(entropy - stats[place][1]) <= TOLERANCE
+    (our_loss, metrics), our_grads = loss_and_grads(family, [model_batch], temperature=temperature, options=options)
+    assert abs(our_loss - loss) <= TOLERANCE
+    assert abs(metrics.per_step["loss"] - loss) <= TOLERANCE
+    assert differences(our_grads, grads) <= TOLERANCE
+
+
+LAYOUTS = {
+    "packed": fnppo.pack_sequences,
+    "padded": fnppo.pad_sequences,
+    "packed with filler": partial(fnppo.pack_sequences, pad_to=40),
+}
+TEMPERATURES = st.sampled_from([0.5, 1.0, 1.7])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@given(batch=padded_batches(vocab_size=VOCAB), temperature=TEMPERATURES)
+def test_every_layout_is_the_oracle(family, layout, batch, temperature):
+    """B3, B5, B7, B9, B10, B11, B13, B14, B16, B17, F7, J6, and NaN in every masked slot."""
+    check_layout(family, batch, temperature, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+@given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
+def test_tied_softcap_sinks_scale_and_bias(family, layout, batch):
+    """G4 and the transforms that attention and head may have."""
+    check_layout(family, batch, 0.8, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
+def test_math_attention(family, batch):
+    check_layout(family, batch, 1.0, fnppo.pack_sequences, (("attention", fnppo.math_attention),))
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "tied"])
+@given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
+def test_remat_changes_no_bit(family, layout, batch):
+    """G2b: the second run of a layer sees the parameters of the first, and not the module's."""
+    batch = LAYOUTS[layout](fnppo.token_mean(batch))
+    results = []
+    for remat in (False, True):
+        policy, params = fnppo.functional_policy(tiny(family), remat=remat)
+        params = {name: p + 0.25 for name, p in params.items()}  # no longer those of the module
+
+        def loss_fn(params, batch, policy=policy):
+            return fnppo.ppo_loss(fnppo.forward_logprobs(params, batch, policy=policy, temperature=1.0), batch.targets, **LOSS)
+
+        (loss, _), grads = fnppo.value_and_grad(loss_fn)(params, batch)
+        results.append((loss, grads))
+    for a, b in zip(*map(optree.tree_leaves, results), strict=True):
+        assert torch.equal(a, b)
+
+
+WEIGHTS = {
+    "token_mean": fnppo.token_mean,
+    "token_sum": fnppo.token_sum,
+    "sequence_mean": fnppo.sequence_mean,
+    "sequence_sum": fnppo.sequence_sum,
+    "constant_norm": partial(fnppo.constant_norm, horizon=5.0),
+    "group_token_mean": fnppo.group_token_mean,
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@given(data=st.data(), batch=padded_batches(vocab_size=VOCAB, max_rows=5))
+def test_any_split_gives_the_same(weights, data, batch):
+    """A1-A5, A13, A16, A17, C22, D1, E2, E6, I1, I2: any order, any micro-batches, mixed layouts, any chunk size."""
+    batch = WEIGHTS[weights](batch)
+    (loss, metrics), grads = loss_and_grads("gpt2", [fnppo.pack_sequences(batch)], temperature=0.7)
+    groups = data.draw(splits(batch.input_ids.shape[0]))
+    layouts = [LAYOUTS[data.draw(st.sampled_from(list(LAYOUTS)))] for _ in groups]
+    pieces = [layout(fnppo.select_rows(batch, rows)) for layout, rows in zip(layouts, groups, strict=True)]
+    (loss2, metrics2), grads2 = loss_and_grads(
+        "gpt2", pieces, temperature=0.7, chunk_size=data.draw(st.sampled_from([1, 3, None]))
+    )
+    assert abs(loss - loss2) <= TOLERANCE
+    assert differences(grads, grads2) <= TOLERANCE
+    summary, summary2 = fnppo.summarize(metrics), fnppo.summarize(metrics2)
+    assert summary == pytest.approx(summary2, abs=TOLERANCE, nan_ok=True)
+
+
+@given(batch=padded_batches(vocab_size=VOCAB), temperature=TEMPERATURES)
+def test_inputs_and_global_random_state_are_left_alone(batch, temperature):
+    """C7."""
+    policy, params = policy_of("llama")
+    before = optree.tree_map(torch.clone, (batch, params))
+    random_state = torch.get_rng_state()
+    model_batch = fnppo.pack_sequences(fnppo.token_mean(batch))
+    model_batch_before = optree.tree_map(torch.clone, model_batch)
+    loss_and_grads("llama", [model_batch], temperature=temperature)
+    for now, then in (((batch, params), before), (model_batch, model_batch_before)):
+        for a, b in zip(optree.tree_leaves(now), optree.tree_leaves(then), strict=True):
+            assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+@given(data=st.data(), batch=padded_batches(vocab_size=VOCAB))
+def test_pad_amount_and_id_do_not_matter(data, batch):
+    left, right = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    pad = torch.nn.functional.pad
+
+    def wider(column):
+        fill = {torch.bool: False, torch.int64: data.draw(st.sampled_from([-1, 0, 999]))}.get(column.dtype, float("nan"))
+        return pad(column, (left, right), value=fill)
+
+    columns = {k: wider(v) for k, v in batch._asdict().items() if isinstance(v, torch.Tensor) and v.dim() == 2}
+    wide = batch._replace(**columns, extra={k: wider(v) for k, v in batch.extra.items()})
+    (loss, _), grads = loss_and_grads("gpt2", [fnppo.pack_sequences(fnppo.token_mean(batch))], temperature=1.0)
+    (loss2, _), grads2 = loss_and_grads("gpt2", [fnppo.pad_sequences(fnppo.token_mean(wide))], temperature=1.0)
+    assert abs(loss - loss2) <= TOLERANCE
+    assert differences(grads, grads2) <= TOLERANCE
