@@ -8,7 +8,8 @@ backward computes the logits of each chunk again, turns them into gradients and 
 """
 
 import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -18,8 +19,8 @@ from fnppo.policy import Policy
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import ModelBatch, Params, TokenStats
 
-LOGITS_PER_CHUNK = 2**22
-"""Default size of a chunk: 4M logits, 16 MB in float32, which stays near the cache of a CPU."""
+LOGITS_PER_CHUNK = 10_000_000
+"""Default size of a chunk: 40 MB in float32, so that allocators hand it back to the system as a whole."""
 
 
 def forward_logprobs(
@@ -138,9 +139,10 @@ class _Head(NamedTuple):
     entropy: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).to(_precise(hidden.dtype))
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        logits = (hidden @ weight.to(hidden.dtype).T).to(_precise(hidden.dtype))
+        if bias is not None:
+            logits = logits + bias
+        logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -161,7 +163,8 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         head: _Head, chunk_size: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temp: Tensor
     ) -> tuple[Tensor, ...]:
-        parts = [_stats(head, h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]
+        stats = partial(_stats, head) if inside_transform() else _Workspace(head, hidden, weight, chunk_size).stats
+        parts = [stats(h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @staticmethod
@@ -174,22 +177,31 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, bias, ids, temp = ctx.saved_tensors
         if not ctx.head.entropy:
             grad_entropy = torch.zeros_like(grad_logprobs)
-        wanted = ctx.needs_input_grad[2:5]
-        # With gradients on, somebody may differentiate these gradients in turn.
-        accumulate = _differentiable_gradients if torch.is_grad_enabled() else _fast_gradients
         chunks = _chunks(ctx.chunk_size, hidden, ids, temp, grad_logprobs, grad_entropy)
-        gradients = accumulate(ctx.head, weight, bias, wanted, chunks)
+        if torch.is_grad_enabled():  # somebody may differentiate these gradients in turn
+            gradients = _differentiable_gradients(ctx.head, weight, bias, chunks)
+        else:
+            workspace = _Workspace(ctx.head, hidden, weight, ctx.chunk_size)
+            gradients = _fast_gradients(workspace, weight, bias, chunks, wanted=ctx.needs_input_grad[2:5])
         return (None, None, *gradients, None, None)
 
 
-def _differentiable_gradients(head, weight, bias, wanted, chunks):  # type: ignore[no-untyped-def]
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""With respect to hidden, weight and bias."""
+
+
+def _differentiable_gradients(
+    head: _Head, weight: Tensor, bias: Tensor | None, chunks: list[tuple[Tensor, ...]]
+) -> Gradients:
     """Gradients by autograd through the definition, chunk by chunk, which any outer transform can follow."""
     shared = (weight,) if bias is None else (weight, bias)
     grad_hidden: list[Tensor] = []
     totals = [torch.zeros_like(parameter) for parameter in shared]
     for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
 
-        def chunk(hidden, weight, bias=None, ids=ids, temp=temp):  # type: ignore[no-untyped-def]
+        def chunk(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None = None, ids: Tensor = ids, temp: Tensor = temp
+        ) -> tuple[Tensor, Tensor]:
             return _stats(head, hidden, weight, bias, ids, temp)
 
         cotangents = (grad_logprobs, grad_entropy if head.entropy else grad_entropy.new_empty(0))
@@ -199,55 +211,116 @@ def _differentiable_gradients(head, weight, bias, wanted, chunks):  # type: igno
     return torch.cat(grad_hidden), totals[0], None if bias is None else totals[1]
 
 
-def _fast_gradients(head, weight, bias, wanted, chunks):  # type: ignore[no-untyped-def]
-    """The same by formula, in place in the buffer that held the logits.
-
-    With x = logits, z = x / T, logp = log_softmax(z), p = exp(logp), H = entropy:
-
-        ∂logprob/∂z_v = 1[v = token] - p_v        ∂H/∂z_v = -p_v (logp_v + H)        ∂z/∂x = 1 / T
-    """
+def _fast_gradients(
+    workspace: "_Workspace",
+    weight: Tensor,
+    bias: Tensor | None,
+    chunks: list[tuple[Tensor, ...]],
+    *,
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
+    """The same by formula, in the buffers of the workspace. Sums over chunks are kept in float32 or better."""
     want_hidden, want_weight, want_bias = wanted
     grad_hidden: list[Tensor] = []
     grad_weight = torch.zeros_like(weight, dtype=_precise(weight.dtype)) if want_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=_precise(bias.dtype)) if want_bias else None
+    grad_bias = torch.zeros_like(bias, dtype=_precise(bias.dtype)) if want_bias and bias is not None else None
     for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
-        logits = head.logits(hidden, weight, bias)
-        grad = _log_softmax(logits, temp)  # a fresh buffer, about to become the gradient
-        p = grad.exp()
-        if head.entropy:
-            grad.clamp_(min=torch.finfo(grad.dtype).min)  # 0 · -inf is NaN, 0 · (a finite number) is 0
-            neg_entropy = torch.linalg.vecdot(p, grad)
-            grad.mul_(grad_entropy[:, None]).add_((grad_logprobs - grad_entropy * neg_entropy)[:, None])
-            grad.mul_(p).neg_()
-        else:
-            torch.mul(p, -grad_logprobs[:, None], out=grad)
-        grad.scatter_add_(-1, ids[:, None], grad_logprobs[:, None])
-        grad.div_(temp[:, None])
-        if head.softcap is not None:  # d cap(x) = 1 - (cap(x) / softcap)²
-            grad.mul_(1 - (logits / head.softcap).square_())
-        if head.scale != 1.0:
-            grad.mul_(head.scale)
-        del p, logits
+        grad = workspace.logit_gradients(hidden, weight, bias, ids, temp, grad_logprobs, grad_entropy)
         if grad_bias is not None:
             grad_bias += grad.sum(0)
-        narrow = grad.to(hidden.dtype)
+        grad = grad.to(hidden.dtype)
         if want_hidden:
-            grad_hidden.append(narrow @ weight.to(hidden.dtype))
-        if grad_weight is not None:
-            _addmm_(grad_weight, narrow.T, hidden)
+            grad_hidden.append(grad @ weight.to(hidden.dtype))
+        if grad_weight is not None and grad_weight.dtype == grad.dtype:
+            grad_weight.addmm_(grad.T, hidden)
+        elif grad_weight is not None:
+            grad_weight += grad.T @ hidden
     return (
         torch.cat(grad_hidden) if want_hidden else None,
         None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None else grad_bias.to(bias.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
 
 
-def _addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in place and without a temporary where the dtypes agree."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+class _Workspace:
+    """Buffers of one chunk of logits, which all chunks use in turn.
+
+    Made anew for each chunk they would cost more than the arithmetic: the system clears every page that it hands out,
+    and blocks of this size, freed and made again, scatter over the heap until it holds many chunks.
+    """
+
+    def __init__(self, head: _Head, hidden: Tensor, weight: Tensor, chunk_size: int) -> None:
+        self.head = head
+        rows = min(chunk_size, hidden.shape[0])
+        count = 2 if head.softcap is None else 3
+        self.buffers = [
+            torch.empty(rows, weight.shape[0], dtype=_precise(hidden.dtype), device=hidden.device) for _ in range(count)
+        ]
+
+    def stats(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`_stats` without gradients."""
+        p, logp = self.softmax(hidden, weight, bias, temperature)
+        logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
+        return logprobs, _negative_entropy(p, logp).neg_() if self.head.entropy else logprobs.new_empty(0)
+
+    def softmax(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(p, log p) of the chunk, both in buffers."""
+        x, logp, *capped = (buffer[: hidden.shape[0]] for buffer in self.buffers)
+        if x.dtype == hidden.dtype:
+            torch.mm(hidden, weight.to(hidden.dtype).T, out=x)
+        else:
+            x.copy_(hidden @ weight.to(hidden.dtype).T)
+        if bias is not None:
+            x.add_(bias)
+        if self.head.scale != 1.0:
+            x.mul_(self.head.scale)
+        if self.head.softcap is not None:
+            x.div_(self.head.softcap).tanh_()
+            capped[0].copy_(x)
+            x.mul_(self.head.softcap)
+        x.div_(temperature[:, None])
+        torch.ops.aten._log_softmax.out(x, -1, False, out=logp)
+        return torch.exp(logp, out=x), logp
+
+    def logit_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        temperature: Tensor,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor,
+    ) -> Tensor:
+        """Gradient of the loss in x = hidden weightᵀ + bias, in a buffer.
+
+        With z = cap(scale · x) / T, p = softmax(z), H = -Σ p log p:
+
+            ∂logprob/∂z_v = 1[v = token] - p_v        ∂H/∂z_v = -p_v (log p_v + H)
+            ∂z_v/∂x_v = scale / T · (1 - tanh²)
+        """
+        p, logp = self.softmax(hidden, weight, bias, temperature)
+        if self.head.entropy:
+            neg_entropy = _negative_entropy(p, logp)
+            grad = logp.mul_(grad_entropy[:, None]).add_((grad_logprobs - grad_entropy * neg_entropy)[:, None])
+            grad.mul_(p).neg_()
+        else:
+            grad = p.mul_(-grad_logprobs[:, None])
+        grad.scatter_add_(-1, token_ids[:, None], grad_logprobs[:, None])
+        grad.mul_((self.head.scale / temperature)[:, None])
+        if self.head.softcap is not None:
+            tanh = self.buffers[2][: hidden.shape[0]]
+            grad.mul_(tanh.square_().neg_().add_(1))
+        return grad
+
+
+def _negative_entropy(p: Tensor, logp: Tensor) -> Tensor:
+    """Σ p log p. Clamps `logp` in place: 0 · -inf is NaN, 0 · (a finite number) is 0."""
+    return torch.linalg.vecdot(p, logp.clamp_(min=torch.finfo(logp.dtype).min))
 
 
 def _chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:

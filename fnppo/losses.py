@@ -74,7 +74,12 @@ def ppo_loss(
         if with_entropy:
             loss = loss - entropy_coef * (weights * stats.entropy).sum()
     if with_kl or targets.ref_logprobs is not None:
-        ref_logprobs = _column("ref_logprobs", targets, stats, f"kl_coef is {kl_coef}; or set it to 0")
+        ref_logprobs = _column(
+            "ref_logprobs",
+            targets,
+            stats,
+            "for the KL term, from compute_logprobs with the reference; or set kl_coef=0",
+        )
         per_token["kl"] = kl(stats.logprobs, ref_logprobs)
         if with_kl:
             loss = loss + kl_coef * (weights * per_token["kl"]).sum()
@@ -105,6 +110,11 @@ def clipped_surrogate(
     l_t = max(-A_t ρ_t, -A_t clip(ρ_t, 1 - clip_low, 1 + clip_high))     ρ_t = exp(logratio_t)
     for A_t < 0 further   l_t = min(l_t, -A_t dual_clip)
     """
+    for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not isinstance(clip, Tensor) and not clip >= 0:
+            raise ValueError(f"{name} is {clip}; it is a distance from ratio 1 and cannot be negative.")
+    if dual_clip is not None and not isinstance(dual_clip, Tensor) and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}; it bounds a ratio and must be above 1. None turns it off.")
     ratio = logratio.exp()
     clipped = ratio.clamp(min=1 - clip_low).clamp(max=1 + clip_high)
     surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -114,8 +124,6 @@ def clipped_surrogate(
             "clip_high": (advantages > 0) & (ratio > 1 + clip_high),
         }
     if dual_clip is not None:
-        if isinstance(dual_clip, float | int) and not dual_clip > 1:
-            raise ValueError(f"dual_clip is {dual_clip}; it bounds a ratio and must be above 1. None turns it off.")
         surrogate = torch.where(advantages < 0, torch.minimum(surrogate, -advantages * dual_clip), surrogate)
         clips["dual_clip"] = (advantages < 0) & (ratio > dual_clip)
     return surrogate, {name: clip.to(ratio.dtype) for name, clip in clips.items()}

@@ -105,7 +105,7 @@ def adamw(
 
 
 class SGDState(NamedTuple):
-    """Steps taken so far, and the running sum of gradients (None without momentum)."""
+    """Steps taken so far, and the running sum of gradients (`()` without momentum)."""
 
     step: Int[Tensor, ""]
     momentum: PyTree
@@ -120,7 +120,7 @@ def sgd(learning_rate: float | Tensor | Schedule, *, momentum: float = 0.0) -> O
     """
 
     def init(params: PyTree) -> SGDState:
-        return SGDState(_no_steps(params), optree.tree_map(torch.zeros_like, params) if momentum else None)
+        return SGDState(_no_steps(params), optree.tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(grads: PyTree, state: SGDState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SGDState]:
         g, treedef = optree.tree_flatten(grads)
@@ -128,7 +128,7 @@ def sgd(learning_rate: float | Tensor | Schedule, *, momentum: float = 0.0) -> O
             buffers = _leaves_like(treedef, state.momentum)
             g = foreach("add_", foreach("mul_" if donate else "mul", buffers, momentum), g)
         updates = foreach("mul", g, -_rate(learning_rate, state.step))
-        return treedef.unflatten(updates), SGDState(state.step + 1, treedef.unflatten(g) if momentum else None)
+        return treedef.unflatten(updates), SGDState(state.step + 1, treedef.unflatten(g) if momentum else ())
 
     return Optimizer(init, update)
 

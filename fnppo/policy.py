@@ -95,6 +95,8 @@ class Policy:
         }
         prefix, backbone = _backbone(self.skeleton)
         own = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+        if missing := sorted(dict(backbone.named_parameters()).keys() - own.keys()):
+            raise ValueError(f"params lacks {prefix}{missing[0]}. Give the whole tree that functional_policy returned.")
         device = inputs.input_ids.device
         own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
         if self.dropout_seed is None:
@@ -125,6 +127,8 @@ class Head(NamedTuple):
 
     def bind(self, params: Params) -> "BoundHead":
         """The head with its tensors."""
+        if missing := [name for name in (self.weight, self.bias) if name is not None and name not in params]:
+            raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
         return BoundHead(params[self.weight], params[self.bias] if self.bias else None, self.scale, self.softcap)
 
 

@@ -89,7 +89,7 @@ def generate(
             },
         )
     response = sequences[:, width:]
-    exists = _up_to_first(response, torch.tensor(ends, device=device))
+    exists = _up_to_first(response, torch.tensor(ends, dtype=torch.long, device=device))
     prompt_mask = attention_mask.repeat_interleave(num_responses, 0)
     nothing = torch.zeros_like(prompt_mask)
     logprobs = torch.where(exists, recorder.logprobs(response), 0)

@@ -113,7 +113,9 @@ def test_remat_changes_no_bit(family, layout, batch):
         params = {name: p + 0.25 for name, p in params.items()}  # no longer those of the module
 
         def loss_fn(params, batch, policy=policy):
-            return fnppo.ppo_loss(fnppo.forward_logprobs(params, batch, policy=policy, temperature=1.0), batch.targets, **LOSS)
+            return fnppo.ppo_loss(
+                fnppo.forward_logprobs(params, batch, policy=policy, temperature=1.0), batch.targets, **LOSS
+            )
 
         (loss, _), grads = fnppo.value_and_grad(loss_fn)(params, batch)
         results.append((loss, grads))
@@ -170,7 +172,9 @@ def test_pad_amount_and_id_do_not_matter(data, batch):
     pad = torch.nn.functional.pad
 
     def wider(column):
-        fill = {torch.bool: False, torch.int64: data.draw(st.sampled_from([-1, 0, 999]))}.get(column.dtype, float("nan"))
+        fill = {torch.bool: False, torch.int64: data.draw(st.sampled_from([-1, 0, 999]))}.get(
+            column.dtype, float("nan")
+        )
         return pad(column, (left, right), value=fill)
 
     columns = {k: wider(v) for k, v in batch._asdict().items() if isinstance(v, torch.Tensor) and v.dim() == 2}

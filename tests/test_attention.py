@@ -1,0 +1,213 @@
+"""Segment attention: every backend against one query at a time, and what each refuses."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import grad, jvp, vmap
+from torch.testing import assert_close
+
+from fnppo import attention as module
+from fnppo.attention import (
+    choose_attention,
+    flash_attention,
+    math_attention,
+    sdpa_attention,
+    segments_of,
+    varlen_attention,
+)
+from fnppo.types import PackedInputs, PaddedInputs
+
+F64 = torch.float64
+
+
+def packed(lengths):
+    total = sum(lengths)
+    positions = torch.cat([torch.arange(n) for n in lengths]) if total else torch.zeros(0, dtype=torch.long)
+    return PackedInputs(torch.zeros(total, dtype=torch.long), positions, tensor([0, *lengths]).cumsum(0).int())
+
+
+def tensors(heads, kv_heads, tokens, batch=1, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda h, d: torch.randn(batch, h, tokens, d, generator=g, dtype=F64)
+    return draw(heads, 4), draw(kv_heads, 4), draw(kv_heads, 3)
+
+
+def one_query_at_a_time(query, key, value, sequences, *, scaling, window=None, softcap=None, sinks=None):
+    """`sequences`: for each row of the batch, lists of the places that belong together, in order."""
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=F64)
+    groups = query.shape[1] // key.shape[1]
+    for b, rows in enumerate(sequences):
+        for places in rows:
+            for i, q in enumerate(places):
+                seen = places[max(0, i - window + 1) if window else 0 : i + 1]
+                for h in range(query.shape[1]):
+                    scores = [float(query[b, h, q] @ key[b, h // groups, k]) * scaling for k in seen]
+                    if softcap:
+                        scores = [softcap * math.tanh(s / softcap) for s in scores]
+                    total = sum(map(math.exp, scores)) + (math.exp(float(sinks[h])) if sinks is not None else 0.0)
+                    for s, k in zip(scores, seen, strict=True):
+                        output[b, h, q] += math.exp(s) / total * value[b, h // groups, k]
+    return output
+
+
+ASKED = st.fixed_dictionaries(
+    {
+        "scaling": st.sampled_from([0.5, 1.0]),
+        "window": st.sampled_from([None, 1, 2, 3, 50]),
+        "softcap": st.sampled_from([None, 1.5]),
+        "sinks": st.sampled_from([None, "some"]),
+    }
+)
+
+
+@pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(sum), grouped=st.booleans(), asked=ASKED)
+def test_packed(backend, lengths, grouped, asked):
+    """B3, B10, B13: segments of any length, also 0 and 1; windows, softcap, sinks, scaling, grouped queries."""
+    if asked["sinks"]:
+        asked = asked | {"sinks": torch.linspace(-1, 1, 4, dtype=F64)}
+    inputs = packed(lengths)
+    qkv = [x.requires_grad_() for x in tensors(4, 2 if grouped else 4, sum(lengths))]
+    bounds = inputs.cu_seqlens.tolist()
+    places = [[list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]]
+    output = backend(*qkv, segments_of(inputs), **asked)
+    assert_close(output, one_query_at_a_time(*qkv, places, **asked), rtol=1e-10, atol=1e-10)
+    if backend is not math_attention:  # gradients against the definition
+        seed = torch.randn(output.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+        ours = torch.autograd.grad((output * seed).sum(), qkv)
+        reference = torch.autograd.grad((math_attention(*qkv, segments_of(inputs), **asked) * seed).sum(), qkv)
+        assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
+@given(mask=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=3), asked=ASKED)
+def test_padded_with_holes(backend, mask, asked):
+    """B7: a window counts existing tokens; padding holds NaN-free garbage that nobody reads."""
+    if asked["sinks"]:
+        asked = asked | {"sinks": torch.linspace(-1, 1, 4, dtype=F64)}
+    mask = tensor(mask)
+    inputs = PaddedInputs(torch.zeros(mask.shape, dtype=torch.long), (mask.cumsum(1) - 1).clamp(min=0), mask)
+    qkv = tensors(4, 2, 5, batch=mask.shape[0])
+    output = backend(*qkv, segments_of(inputs), **asked)
+    expected = one_query_at_a_time(*qkv, [[row.nonzero()[:, 0].tolist()] for row in mask], **asked)
+    real = mask[:, None, :, None].expand_as(output)
+    assert_close(output[real], expected[real], rtol=1e-10, atol=1e-10)
+    assert output.isfinite().all()
+
+
+def test_a_segment_cannot_see_another():
+    """B3: replacing every token of A changes nothing in B, to the bit."""
+    segments = segments_of(packed([3, 4]))
+    q, k, v = tensors(2, 2, 7)
+    for backend in (math_attention, sdpa_attention):
+        before = backend(q, k, v, segments, scaling=0.5)
+        changed = [torch.cat([x[:, :, :3] + 1.0, x[:, :, 3:]], 2) for x in (q, k, v)]
+        after = backend(*changed, segments, scaling=0.5)
+        assert torch.equal(before[:, :, 3:], after[:, :, 3:])
+        assert not torch.equal(before[:, :, :3], after[:, :, :3])
+
+
+def test_every_transform_takes_the_math_backend():
+    segments = segments_of(packed([3, 2]))
+    q, k, v = tensors(2, 1, 5)
+    ours = lambda q: choose_attention(q, k, v, segments, scaling=0.5).sin().sum()
+    reference = lambda q: math_attention(q, k, v, segments, scaling=0.5).sin().sum()
+    for run in (
+        lambda f: grad(f)(q),
+        lambda f: grad(lambda q: grad(f)(q).square().sum())(q),
+        lambda f: jvp(grad(f), (q,), (q + 1,))[1],
+        lambda f: vmap(grad(f))(torch.stack([q, q + 1])),
+    ):
+        assert_close(run(ours), run(reference), rtol=1e-12, atol=1e-12)
+
+
+def test_sdpa_does_not_build_a_mask_over_all_tokens():
+    """One call a segment, with no mask of (Σ length)² entries."""
+    from test_logprobs import Operations
+
+    lengths = [10] * 40
+    qkv = tensors(1, 1, sum(lengths))
+    with Operations() as operations:
+        sdpa_attention(*qkv, segments_of(packed(lengths)), scaling=0.5)
+    assert operations.largest <= 4 * sum(lengths)
+
+
+@pytest.mark.parametrize("backend", [varlen_attention, flash_attention])
+def test_a_forced_backend_says_why_not(backend):
+    """J3, J5."""
+    q, k, v = tensors(2, 2, 3)
+    with pytest.raises(
+        ValueError, match=f"{backend.__name__} cannot be used: the model is on cpu, and it runs on CUDA only"
+    ):
+        backend(q, k, v, segments_of(packed([3])), scaling=0.5)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="the batch is padded, and it needs packed segments"):
+        backend(q, k, v, segments_of(PaddedInputs(mask.long(), mask.long(), mask)), scaling=0.5)
+
+
+def on_cuda(dim=64, dtype=torch.bfloat16):
+    """A tensor that says it is on a GPU, so that a machine without one can ask what a backend would answer."""
+    with FakeTensorMode():
+        return torch.empty(1, 2, 3, dim, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dim", "value_dim", "dtype", "asked", "reason"),
+    [
+        (varlen_attention, 64, 64, torch.float32, {}, "needs float16 or bfloat16"),
+        (varlen_attention, 64, 32, torch.bfloat16, {}, "needs them equal"),
+        (varlen_attention, 512, 512, torch.bfloat16, {}, "at most 256"),
+        (varlen_attention, 64, 64, torch.bfloat16, {"sinks": 1}, "attention sinks"),
+        (varlen_attention, 64, 64, torch.bfloat16, {"softcap": 1.0}, "caps its attention scores"),
+        (varlen_attention, 64, 64, torch.bfloat16, {"dropout": 0.1}, "dropout"),
+        (varlen_attention, 64, 64, torch.bfloat16, {"window": 4}, None),
+        (flash_attention, 64, 64, torch.bfloat16, {"softcap": 1.0}, "flash-attn is not installed"),
+        (sdpa_attention, 64, 64, torch.float32, {"softcap": 1.0, "sinks": 1}, None),
+    ],
+)
+def test_reasons(backend, dim, value_dim, dtype, asked, reason):
+    query, value = on_cuda(dim, dtype), on_cuda(value_dim, dtype)
+    answer = module._why_not(backend, query, query, value, segments_of(packed([3])), **asked)
+    assert answer is None if reason is None else reason in answer
+
+
+def test_flash_attn_is_used_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(module, "_has_flash_attn", lambda: True)
+    query = on_cuda()
+    assert module._why_not(flash_attention, query, query, query, segments_of(packed([3])), softcap=1.0) is None
+
+
+def test_the_cuda_kernels_get_no_empty_segment():
+    """B10."""
+    boundaries, longest = module._nonempty(segments_of(packed([3, 0, 2])))
+    assert boundaries.tolist() == [0, 3, 5]
+    assert longest == 3
+
+
+CALL = {"query": torch.zeros(1, 2, 3, 4), "key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}
+
+
+class SomeAttention(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "does not forward keyword arguments"),
+        ({"is_causal": False}, "is bidirectional"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "brings a mask of its own"),
+        ({"position_bias": torch.zeros(1)}, "asks its attention for position_bias"),
+    ],
+)
+def test_what_a_model_asks_for_is_done_or_refused(given, reason):
+    """B4, J3: named by the class of the model's attention; nothing is ignored."""
+    if given:
+        given = {"attend": lambda *x, **_: x[0]} | given
+    with pytest.raises(ValueError, match=f"SomeAttention.*{reason}"):
+        module._from_transformers(SomeAttention(), **CALL, **given)

@@ -1,0 +1,56 @@
+"""Plans: the cap is strict, every row is somewhere once, sizes are real."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fnppo import plan_microbatches, plan_minibatches
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(20, 60))
+def test_every_row_once_under_the_cap(lengths, cap):
+    """E1."""
+    groups = plan_microbatches(lengths, max_tokens=cap)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in group) <= cap for group in groups)
+    assert all(group == sorted(group) and group for group in groups)
+    assert groups == sorted(groups)
+    # Two groups that fit into one would have been one.
+    loads = sorted(sum(lengths[row] for row in group) for group in groups)
+    assert len(loads) < 2 or loads[0] + loads[1] > cap
+
+
+def test_known_plans():
+    """E1."""
+    assert len(plan_microbatches([5] * 6, max_tokens=9)) == 6
+    assert plan_microbatches([6, 6, 2, 2], max_tokens=8) == [[0, 2], [1, 3]]
+    assert plan_microbatches([3, 4], max_tokens=8) == [[0, 1]]  # E2: real lengths, not the padded width
+    assert plan_microbatches([], max_tokens=8) == []
+
+
+def test_a_row_over_the_cap():
+    """E3."""
+    with pytest.raises(ValueError, match=r"row 1 has 12 tokens, max_tokens is 8\. Raise max_tokens to at least 12"):
+        plan_microbatches([3, 12], max_tokens=8)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_are_checked(size):
+    """E9."""
+    with pytest.raises(ValueError, match=f"max_tokens is {size}"):
+        plan_microbatches([1], max_tokens=size)
+    with pytest.raises(ValueError, match=f"mini_batch_size is {size}"):
+        plan_minibatches(3, mini_batch_size=size)
+    with pytest.raises(ValueError, match=f"num_epochs is {size}"):
+        plan_minibatches(3, mini_batch_size=1, num_epochs=size)
+
+
+def test_minibatches():
+    """A12, J1: 10 rows in mini-batches of 4 over 2 epochs are 6 steps, with a short one at each end."""
+    steps = plan_minibatches(10, mini_batch_size=4, num_epochs=2, seed=3)
+    assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
+    for epoch in (steps[:3], steps[3:]):
+        assert sorted(row for step in epoch for row in step) == list(range(10))
+    assert steps[:3] != steps[3:]
+    assert steps == plan_minibatches(10, mini_batch_size=4, num_epochs=2, seed=3)
+    assert steps != plan_minibatches(10, mini_batch_size=4, num_epochs=2, seed=4)

@@ -1,0 +1,247 @@
+"""The PPO loss: hand-computed values, gradients, terms, metrics, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import tensor
+from torch.func import grad, vmap
+from torch.testing import assert_close
+
+import fnppo
+from fnppo import Targets, TokenStats, on_policy, ppo_loss, straight_through, summarize
+from fnppo.kl import kl_k2, kl_k3
+from fnppo.testing import oracle_loss
+
+F64 = torch.float64
+
+
+def targets_of(advantages, *, weights=None, ref=None, rows=None, old=None):
+    n = len(advantages)
+    index = torch.arange(n)
+    column = lambda values: None if values is None else tensor(values, dtype=F64)
+    return Targets(
+        token_ids=index,
+        predictors=index,
+        rows=index if rows is None else tensor(rows),
+        columns=index,
+        loss_weights=column([1 / max(n, 1)] * n if weights is None else weights),
+        old_logprobs=column([0.0] * n if old is None else old),
+        advantages=column(advantages),
+        ref_logprobs=column(ref),
+    )
+
+
+def stats_of(logratios, entropy=None):
+    """Old log-probs are 0, so log-probs are log-ratios."""
+    return TokenStats(
+        tensor(logratios, dtype=F64, requires_grad=True), None if entropy is None else tensor(entropy, dtype=F64)
+    )
+
+
+def value_and_slopes(logratios, targets, **options):
+    stats = stats_of(logratios)
+    loss, _ = ppo_loss(stats, targets, **options)
+    return loss.item(), torch.autograd.grad(loss, stats.logprobs)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope_per_ratio", "clip"),
+    [
+        (1.1, 1.0, -1.1, -1.0, None),
+        (1.5, 1.0, -1.28, 0.0, "clip_high"),  # 1 + clip_high
+        (0.5, 1.0, -0.5, -1.0, None),  # a bad ratio for a good token is never clipped
+        (0.5, -1.0, 0.8, 0.0, "clip_low"),  # 1 - clip_low
+        (1.5, -1.0, 1.5, 1.0, None),
+        (5.0, -1.0, 3.0, 0.0, "dual_clip"),  # C18
+        (5.0, 0.0, 0.0, 0.0, None),
+    ],
+)
+def test_clips_by_hand(ratio, advantage, loss, slope_per_ratio, clip):
+    """C18: value, gradient, and which clip has removed the gradient."""
+    targets, logratio = targets_of([advantage]), math.log(ratio)
+    value, slopes = value_and_slopes([logratio], targets, clip_high=0.28)
+    assert value == pytest.approx(loss)
+    assert slopes == pytest.approx([slope_per_ratio * ratio])
+    summary = summarize(ppo_loss(stats_of([logratio]), targets, clip_high=0.28)[1])
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        assert summary[f"{name}_fraction"] == float(name == clip)
+    assert summary["clamped_fraction"] == float(clip is not None)
+    if clip == "dual_clip":
+        assert value_and_slopes([logratio], targets, dual_clip=None)[0] == pytest.approx(5.0)
+
+
+def test_a_masked_token_with_a_huge_ratio():
+    """C11: masked tokens are not among the targets, so no exp of theirs exists. What is left is the valid token."""
+    batch = fnppo.padded_batch([[1]], [[2, 3]], advantages=[1.0], old_logprobs=[[-100.0, -0.1]])
+    batch = fnppo.token_mean(batch._replace(loss_mask=tensor([[0, 0, 1]])))
+    targets = fnppo.pack_sequences(batch).targets
+    logprobs = torch.zeros(1, requires_grad=True)
+    loss, _ = ppo_loss(TokenStats(logprobs), targets, clip_high=10.0)
+    assert loss.item() == pytest.approx(-1.105171, abs=1e-6)
+    assert torch.autograd.grad(loss, logprobs)[0].item() == pytest.approx(-1.105171, abs=1e-6)
+
+
+def test_nan_at_a_valid_token_surfaces():
+    """C12."""
+    loss, metrics = ppo_loss(stats_of([math.nan]), targets_of([1.0]))
+    assert math.isnan(loss.item())
+    assert math.isnan(summarize(metrics)["ratio_max"])
+
+
+@pytest.mark.parametrize(("d", "value"), [(0.5, 0.106531), (-0.5, 0.148721)])
+def test_kl_is_added(d, value):
+    """C17, A2: the KL term adds to the loss, with the weights of the policy term."""
+    for kl in (kl_k3, straight_through(kl_k3)):
+        loss, metrics = ppo_loss(stats_of([d]), targets_of([0.0], ref=[0.0]), kl_coef=1.0, kl=kl)
+        assert loss.item() == pytest.approx(value, abs=1e-6)
+        assert summarize(metrics)["kl"] == pytest.approx(value, abs=1e-6)
+    loss, _ = ppo_loss(
+        stats_of([math.sqrt(2.0), math.sqrt(20.0)]), targets_of([0.0, 0.0], ref=[0.0, 0.0]), kl_coef=1.0, kl=kl_k2
+    )
+    assert loss.item() == pytest.approx(5.5)  # mean of 1 and 10
+
+
+def test_every_term_has_the_same_normaliser():
+    """A1-A3: policy losses [1, 2, 3 | 10] and an auxiliary 1 a token at 0.5 give 4.5, in one batch or two."""
+    losses = [1.0, 2.0, 3.0, 10.0]
+    one = targets_of([-x for x in losses], rows=[0, 0, 0, 1])
+    parts = [
+        one._replace(**{k: v[s] for k, v in one._asdict().items() if isinstance(v, torch.Tensor)})
+        for s in (slice(3), slice(3, 4))
+    ]
+    for pieces in ([one], parts):
+        total = torch.zeros((), dtype=F64)
+        metrics = fnppo.Metrics()
+        for piece in pieces:
+            n = len(piece.rows)
+            loss, found = ppo_loss(stats_of([0.0] * n, entropy=[1.0] * n), piece, entropy_coef=-0.5)
+            total, metrics = total + loss, fnppo.merge_metrics(metrics, found)
+        assert total.item() == pytest.approx(4.5)
+        summary = summarize(metrics)
+        assert summary["policy_loss"] == pytest.approx(4.0)
+        assert (summary["tokens"], summary["rows"], summary["entropy"]) == (4.0, 2.0, 1.0)
+
+
+def test_the_policy_metric_has_no_entropy_in_it():
+    """I4."""
+    loss, metrics = ppo_loss(stats_of([0.0], entropy=[0.5]), targets_of([-1.0]), entropy_coef=0.6)
+    summary = summarize(metrics)
+    assert loss.item() == pytest.approx(0.7)
+    assert summary["loss"] == pytest.approx(0.7)
+    assert summary["policy_loss"] == pytest.approx(1.0)
+
+
+def test_ratio_metrics():
+    summary = summarize(ppo_loss(stats_of([math.log(0.5), 0.0, math.log(3.0)]), targets_of([0.0] * 3))[1])
+    assert summary["ratio_mean"] == pytest.approx(1.5)
+    assert (summary["ratio_min"], summary["ratio_max"]) == pytest.approx((0.5, 3.0))
+    # tokens come from the old policy, so the unbiased k3 of KL(old | new) is r - 1 - log r
+    expected = ((0.5 - 1 - math.log(0.5)) + 0 + (3 - 1 - math.log(3))) / 3
+    assert summary["approx_kl"] == pytest.approx(expected)
+
+
+def test_no_targets():
+    """A8."""
+    stats = stats_of([])
+    loss, metrics = ppo_loss(stats, targets_of([]))
+    assert loss.item() == 0.0
+    assert torch.autograd.grad(loss, stats.logprobs)[0].shape == (0,)
+    summary = summarize(metrics)
+    assert (summary["tokens"], summary["rows"]) == (0, 0)
+    assert math.isnan(summary["ratio_min"])
+
+
+def test_on_policy_is_said_not_guessed():
+    """C22, and a caller's old_logprobs are never replaced in silence."""
+    stats = stats_of([0.3, -0.2])
+    targets = targets_of([1.0, -1.0])._replace(old_logprobs=None)
+    with pytest.raises(ValueError, match=r"needs targets\.old_logprobs: or state that the batch is on-policy"):
+        ppo_loss(stats, targets)
+    loss, metrics = ppo_loss(stats, on_policy(targets, stats))
+    assert torch.autograd.grad(loss, stats.logprobs)[0].tolist() == [-0.5, 0.5]
+    summary = summarize(metrics)
+    assert (summary["ratio_min"], summary["ratio_max"], summary["clamped_fraction"]) == (1.0, 1.0, 0.0)
+
+
+def test_what_is_missing_is_named():
+    targets = targets_of([1.0])
+    for name in ("loss_weights", "advantages"):
+        with pytest.raises(ValueError, match=f"needs targets.{name}"):
+            ppo_loss(stats_of([0.0]), targets._replace(**{name: None}))
+    with pytest.raises(ValueError, match=r"needs targets.ref_logprobs: for the KL term"):
+        ppo_loss(stats_of([0.0]), targets, kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"entropy_coef is 0\.1, but stats\.entropy is None"):
+        ppo_loss(stats_of([0.0]), targets, entropy_coef=0.1)
+    with pytest.raises(ValueError, match="dual_clip is 0.5"):
+        ppo_loss(stats_of([0.0]), targets, dual_clip=0.5)
+    for bad in ({"clip_low": -0.1}, {"clip_high": -0.1}):
+        with pytest.raises(ValueError, match="is -0.1"):
+            ppo_loss(stats_of([0.0]), targets, **bad)
+
+
+def test_columns_of_another_length_are_not_broadcast():
+    """B19."""
+    with pytest.raises(ValueError, match=r"loss_weights has shape \(1,\), logprobs \(6,\)"):
+        ppo_loss(stats_of([0.0] * 6), targets_of([1.0]))
+
+
+numbers = st.floats(-3, 3)
+
+
+@given(
+    st.lists(st.tuples(numbers, numbers, numbers, st.floats(0, 3), numbers), min_size=1, max_size=5),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(1.01, 4),
+)
+def test_against_the_oracle(rows, clip_low, clip_high, dual_clip):
+    """Value and gradient for any log-probs, advantages, entropies, references and clips."""
+    logprobs, old, advantages, entropy, ref = (list(column) for column in zip(*rows, strict=True))
+    weights = [1 / (i + 1) for i in range(len(rows))]
+    targets = targets_of(advantages, weights=weights, ref=ref, old=old)
+    options = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "dual_clip": dual_clip,
+        "entropy_coef": 0.3,
+        "kl_coef": 0.2,
+    }
+    stats = TokenStats(*(tensor(x, dtype=F64, requires_grad=True) for x in (logprobs, entropy)))
+    loss, _ = ppo_loss(stats, targets, **options)
+    gradients = torch.autograd.grad(loss, list(stats))
+    leaves = [tensor(x, dtype=F64, requires_grad=True) for x in (logprobs, entropy)]
+    batch = fnppo.PaddedBatch(
+        *[torch.zeros(1, len(rows), dtype=torch.long)] * 3,
+        old_logprobs=tensor([old]).double(),
+        advantages=tensor([advantages]).double(),
+        ref_logprobs=tensor([ref]).double(),
+    )
+    batch = batch._replace(**{k: getattr(targets, k)[None] for k in ("old_logprobs", "advantages", "ref_logprobs")})
+    places = {(0, i): (leaves[0][i], leaves[1][i]) for i in range(len(rows))}
+    expected = oracle_loss(places, batch, dict(zip(places, weights, strict=True)), **options)
+    assert_close(loss, expected, rtol=1e-11, atol=1e-11)
+    on_an_edge = any(
+        abs(math.exp(a - b) - edge) < 1e-9
+        for a, b in zip(logprobs, old, strict=True)
+        for edge in (1 - clip_low, 1 + clip_high, dual_clip)
+    )
+    if not on_an_edge:
+        assert_close(gradients, torch.autograd.grad(expected, leaves), rtol=1e-10, atol=1e-10)
+
+
+def test_under_transforms_also_over_its_own_numbers():
+    targets = targets_of([1.0, -1.0], ref=[0.1, 0.2])
+    logprobs = tensor([0.5, -0.4], dtype=F64)
+
+    def loss(logprobs, clip, kl_coef):
+        return ppo_loss(TokenStats(logprobs), targets, clip_low=clip, clip_high=clip, kl_coef=kl_coef)[0]
+
+    clips, coefs = tensor([0.1, 0.3], dtype=F64), tensor([0.0, 1.0], dtype=F64)
+    batched = vmap(loss, (None, 0, 0))(logprobs, clips, coefs)
+    assert_close(batched, torch.stack([loss(logprobs, c, k) for c, k in zip(clips, coefs, strict=True)]))
+    by_clip, by_coef = grad(loss, (1, 2))(logprobs, clips[1], coefs[1])
+    assert by_clip.item() == pytest.approx(-0.5 - 0.5)  # both tokens sit on their clip: -(1 + c)/2 and (1 - c)/2
+    assert by_coef.item() == pytest.approx(kl_k3(logprobs, targets.ref_logprobs).mean().item())

@@ -1,0 +1,145 @@
+"""Deliberately broken copies, each caught by a check that the real function passes."""
+
+import pytest
+import torch
+from test_exactness import TOLERANCE, check_layout, differences, loss_and_grads, policy_of
+from tiny import VOCAB
+
+import fnppo
+from fnppo import attention, logprobs, packing
+
+PROMPTS, RESPONSES = [[3, 1, 4], [1], [5, 9]], [[2, 6, 5], [3, 5, 8, 9], [7]]
+
+
+def batch():
+    g = torch.Generator().manual_seed(0)
+    padded = fnppo.padded_batch(PROMPTS, RESPONSES)
+    draw = lambda: torch.randn(padded.input_ids.shape, generator=g, dtype=torch.float64)
+    return padded._replace(advantages=draw(), old_logprobs=draw() * 0.3 - 2.5, ref_logprobs=draw() * 0.3 - 2.5)
+
+
+def no_block_mask(monkeypatch):
+    """Attention is causal over the whole packed axis."""
+
+    def leaky(inputs):
+        n = inputs.input_ids.numel()
+        return attention.Segments(torch.zeros(1, n).long(), torch.arange(n)[None], torch.tensor([0, n]), (0, n))
+
+    monkeypatch.setattr("fnppo.policy.segments_of", leaky)
+
+
+def no_position_restart(monkeypatch):
+    """Positions count on from one row to the next."""
+    original = packing.pack_sequences
+
+    def mutant(batch):
+        inputs, targets = original(batch)
+        return fnppo.ModelBatch(inputs._replace(position_ids=torch.arange(inputs.input_ids.numel())), targets)
+
+    return mutant
+
+
+def shift_off_by_one(monkeypatch):
+    """A token is predicted by itself."""
+
+    def mutant(batch):
+        inputs, targets = packing.pack_sequences(batch)
+        return fnppo.ModelBatch(inputs, targets._replace(predictors=targets.predictors + 1))
+
+    return mutant
+
+
+def flat_shift(monkeypatch):
+    """Labels are rolled over the packed axis, so the last prompt token of a row scores the first of the next."""
+
+    def mutant(batch):
+        inputs, targets = packing.pack_sequences(batch)
+        return fnppo.ModelBatch(inputs, targets._replace(token_ids=inputs.input_ids.roll(-2)[targets.predictors]))
+
+    return mutant
+
+
+def prompt_token_as_target(monkeypatch):
+    """The loss mask is one column too wide on the left."""
+
+    def mutant(batch):
+        wide = batch.loss_mask | batch.loss_mask.roll(-1, 1)
+        first = batch.attention_mask & (batch.attention_mask.cumsum(1) == 1)
+        return packing.pack_sequences(batch._replace(loss_mask=wide & ~first))
+
+    return mutant
+
+
+def entropy_from_untempered_logits(monkeypatch):
+    original = logprobs.chunked_logprobs
+
+    def mutant(*args, temperature, **options):
+        untempered = original(*args, temperature=1.0, **options)
+        return original(*args, temperature=temperature, **options)._replace(entropy=untempered.entropy)
+
+    monkeypatch.setattr(logprobs, "chunked_logprobs", mutant)
+
+
+def a_window_that_is_ignored(monkeypatch):
+    original = attention.choose_attention
+
+    def mutant(query, key, value, segments, **asked):
+        return original(query, key, value, segments, **asked | {"window": None})
+
+    policy, params = policy_of("mistral")
+    import dataclasses
+
+    monkeypatch.setattr(
+        "test_exactness.policy_of", lambda family, **_: (dataclasses.replace(policy, attention=mutant), params)
+    )
+
+
+MUTANTS = [
+    no_block_mask, no_position_restart, shift_off_by_one, flat_shift, prompt_token_as_target,
+    entropy_from_untempered_logits, a_window_that_is_ignored,
+]  # fmt: skip
+
+
+def family_for(mutant):
+    """Rotary positions hide a missing restart, and only a window shows that it is ignored."""
+    return {no_position_restart: "gpt2", a_window_that_is_ignored: "mistral"}.get(mutant, "llama")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_broken_layouts_and_heads_are_caught(mutant, monkeypatch):
+    family = family_for(mutant)
+    check_layout(family, batch(), 0.7, fnppo.pack_sequences)
+    layout = mutant(monkeypatch) or fnppo.pack_sequences
+    with pytest.raises(AssertionError):
+        check_layout(family, batch(), 0.7, layout)
+
+
+def test_a_missing_restart_is_invisible_to_rotary_positions():
+    """Why the tests have a model with absolute positions: the same mutant passes on a Llama."""
+    check_layout("llama", batch(), 0.7, no_position_restart(None))
+
+
+def check_split(weights_of_pieces):
+    """Two micro-batches give the gradient of one batch."""
+    (_, _), whole = loss_and_grads("llama", [fnppo.pack_sequences(fnppo.token_mean(batch()))], temperature=0.7)
+    pieces = [fnppo.pack_sequences(piece) for piece in weights_of_pieces(batch())]
+    (_, _), split = loss_and_grads("llama", pieces, temperature=0.7)
+    assert differences(whole, split) <= TOLERANCE
+
+
+def test_a_mean_per_micro_batch_is_caught():
+    """A1: weights made after the split instead of before."""
+    rows = [[0], [1, 2]]  # 3 and 5 targets
+    check_split(lambda b: [fnppo.select_rows(fnppo.token_mean(b), r) for r in rows])
+    with pytest.raises(AssertionError):
+        check_split(lambda b: [fnppo.token_mean(fnppo.select_rows(b, r)) for r in rows])
+    with pytest.raises(AssertionError):  # and averaged over micro-batches
+        check_split(
+            lambda b: [
+                (w := fnppo.token_mean(fnppo.select_rows(b, r)))._replace(loss_weights=w.loss_weights / 2) for r in rows
+            ]
+        )
+
+
+def test_the_vocabulary_of_the_tests_holds_the_tokens():
+    assert max(max(map(max, PROMPTS)), max(map(max, RESPONSES))) < VOCAB

@@ -1,0 +1,162 @@
+"""Layouts: what is packed where, that both layouts have the same targets, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import tensor
+from torch.testing import assert_close
+
+import fnppo
+from fnppo import PaddedBatch, pack_sequences, pad_sequences
+from fnppo.testing import padded_batches
+
+NAN = float("nan")
+
+
+def batch_of(attention_mask, loss_mask=None, input_ids=None):
+    attention_mask = tensor(attention_mask)
+    ids = torch.arange(attention_mask.numel()).reshape(attention_mask.shape) if input_ids is None else tensor(input_ids)
+    loss = torch.zeros_like(attention_mask) if loss_mask is None else tensor(loss_mask)
+    return PaddedBatch(ids, attention_mask, loss)
+
+
+def test_the_label_of_the_last_token_is_not_the_next_sequence():
+    """B1, F6: packed [5, 6 | 7, 8, 9] has targets 6, 8, 9, each predicted inside its own sequence."""
+    targets = pack_sequences(fnppo.padded_batch([[5], [7]], [[6], [8, 9]])).targets
+    assert targets.token_ids.tolist() == [6, 8, 9]
+    assert targets.predictors.tolist() == [0, 2, 3]
+
+
+def test_positions_come_from_the_mask():
+    """B5."""
+    inputs = pad_sequences(batch_of([[0, 0, 1, 1, 1]])).inputs
+    assert inputs.position_ids.tolist() == [[0, 0, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("layout", [pack_sequences, pad_sequences])
+def test_sequence_numbers_are_no_mask(layout):
+    """B6."""
+    with pytest.raises(ValueError, match="row 0, column 3: attention_mask is 2; a mask holds"):
+        layout(batch_of([[1, 1, 1, 2, 2, 3, 0]]))
+    with pytest.raises(ValueError, match="row 0, column 1: loss_mask is 3"):
+        layout(batch_of([[1, 1]], [[0, 3]]))
+
+
+def test_holes():
+    """B7: left padding, right padding and a hole."""
+    batch = batch_of(
+        [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 1, 0]], [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 0]]
+    )
+    packed = pack_sequences(batch)
+    assert packed.inputs.input_ids.tolist() == [2, 3, 4, 5, 6, 7, 10, 12, 13]
+    assert packed.inputs.cu_seqlens.tolist() == [0, 3, 6, 9]
+    assert packed.inputs.position_ids.tolist() == [0, 1, 2] * 3
+    assert packed.targets.predictors.tolist() == [6, 7]
+    padded = pad_sequences(batch)
+    assert padded.inputs.position_ids[2, [0, 2, 3]].tolist() == [0, 1, 2]
+    assert padded.targets.predictors.tolist() == [10, 12]  # over the hole
+
+
+def test_empty_rows_and_rows_of_one():
+    """B10, B13."""
+    assert pack_sequences(batch_of([[1, 1, 1], [0, 0, 0], [1, 1, 0]])).inputs.cu_seqlens.tolist() == [0, 3, 3, 5]
+    ones = pack_sequences(batch_of([[1], [1], [1]])).inputs
+    assert ones.cu_seqlens.tolist() == [0, 1, 2, 3]
+    assert ones.position_ids.tolist() == [0, 0, 0]
+
+
+def test_filler_is_a_segment_of_its_own():
+    """B11: cu_seqlens ends at the length of the axis, and no filler segment is longer than the longest row."""
+    inputs, targets = pack_sequences(fnppo.padded_batch([[5, 5], [7]], [[6], [8]]), pad_to=12)
+    assert inputs.input_ids.shape == inputs.position_ids.shape == (12,)
+    assert inputs.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 12]
+    assert inputs.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0]
+    assert int(targets.predictors.max()) < 5
+    with pytest.raises(ValueError, match="the batch has 5 tokens, pad_to is 4"):
+        pack_sequences(fnppo.padded_batch([[5, 5], [7]], [[6], [8]]), pad_to=4)
+
+
+@pytest.mark.parametrize("layout", [pack_sequences, pad_sequences])
+@pytest.mark.parametrize("shape", [(2, 4), (0, 4), (2, 0), (0, 0)])
+def test_nothing_at_all(layout, shape):
+    """B9: a batch without tokens still has one position for the model to read, and no targets."""
+    inputs, targets = layout(
+        PaddedBatch(torch.full(shape, -7), torch.zeros(shape, dtype=bool), torch.zeros(shape, dtype=bool))
+    )
+    assert inputs.input_ids.numel() >= 1
+    assert inputs.input_ids.min() >= 0
+    assert targets.token_ids.shape == targets.predictors.shape == (0,)
+
+
+def test_prompt_is_read_and_not_learned():
+    """B14, B16: prompt of 2, three responses; the response's predictors are positions 1, 2, 3."""
+    batch = fnppo.padded_batch([[1, 2]], [[3, 4, 5]])
+    assert batch.attention_mask.tolist() == [[True] * 5]
+    assert pack_sequences(batch).targets.predictors.tolist() == [1, 2, 3]
+
+
+@given(padded_batches(vocab_size=9))
+def test_both_layouts_have_the_same_targets(batch):
+    packed, padded = pack_sequences(batch).targets, pad_sequences(batch).targets
+    for name, a, b in zip(packed._fields, packed, padded, strict=True):
+        if name != "predictors":
+            assert_close(a, b, rtol=0, atol=0)
+    place = packed.rows, packed.columns
+    assert torch.equal(packed.token_ids, batch.input_ids[place])
+    assert torch.equal(packed.advantages, batch.advantages[place])
+    assert torch.equal(packed.old_logprobs, batch.old_logprobs[place])
+    assert torch.equal(packed.ref_logprobs, batch.ref_logprobs[place])
+    assert torch.equal(packed.extra["column"], batch.extra["column"][place])
+    assert torch.equal(packed.groups, batch.groups[packed.rows])
+    assert len(packed.rows) == int(batch.loss_mask.sum())
+
+
+@given(padded_batches(vocab_size=9), st.integers(0, 5))
+def test_unpack_is_the_inverse_of_packing(batch, extra):
+    for layout in (pack_sequences, pad_sequences):
+        targets = layout(batch).targets
+        back = fnppo.unpack_targets(targets.advantages, targets, shape=tuple(batch.input_ids.shape), fill=-5.0)
+        assert torch.equal(back, torch.where(batch.loss_mask, batch.advantages, -5.0))
+
+
+def test_unpack_is_differentiable_and_checks_its_length():
+    """B19: a mask or a column of another length is refused, never broadcast."""
+    targets = pack_sequences(fnppo.padded_batch([[5], [7]], [[6], [8, 9]])).targets
+    values = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: fnppo.unpack_targets(v, targets, shape=(2, 3)), values)
+    with pytest.raises(ValueError, match="there are 3 targets"):
+        fnppo.unpack_targets(torch.zeros(1), targets, shape=(2, 3))
+
+
+@given(batch=padded_batches(vocab_size=9), data=st.data())
+def test_select_rows(batch, data):
+    rows = data.draw(st.lists(st.integers(0, batch.input_ids.shape[0] - 1), max_size=5))
+    selected = fnppo.select_rows(batch, rows)
+    for i, row in enumerate(rows):
+        for name in ("input_ids", "attention_mask", "loss_mask", "groups"):
+            assert torch.equal(getattr(selected, name)[i], getattr(batch, name)[row])
+        assert_close(selected.advantages[i], batch.advantages[row], equal_nan=True)
+        assert_close(selected.extra["column"][i], batch.extra["column"][row], equal_nan=True)
+    assert selected.input_ids.shape[0] == len(rows)
+    for bad in ([batch.input_ids.shape[0]], [-1]):
+        with pytest.raises(ValueError, match="are not all in a batch"):
+            fnppo.select_rows(batch, bad)
+
+
+def test_padded_batch():
+    batch = fnppo.padded_batch(
+        [[1, 2], [3]], [[4], [5, 6]], old_logprobs=[[-0.5], [-1, -2]], advantages=[2, -1], groups=[3, 3], pad_token_id=9
+    )
+    assert batch.input_ids.tolist() == [[1, 2, 4, 9], [9, 3, 5, 6]]
+    assert batch.attention_mask.tolist() == [[True, True, True, False], [False, True, True, True]]
+    assert batch.loss_mask.tolist() == [[False, False, True, False], [False, False, True, True]]
+    assert batch.old_logprobs.tolist() == [[0, 0, -0.5, 0], [0, 0, -1, -2]]
+    assert batch.advantages.tolist() == [[0, 0, 2, 0], [0, 0, -1, -1]]
+    assert batch.groups.tolist() == [3, 3]
+    assert fnppo.lengths(batch) == [3, 3]
+    assert fnppo.padded_batch([], []).input_ids.shape == (0, 0)
+    with pytest.raises(ValueError, match="responses has 1 rows, prompts has 2"):
+        fnppo.padded_batch([[1], [2]], [[3]])
+    with pytest.raises(ValueError, match="row 1: 1 old_logprobs for 2 response tokens"):
+        fnppo.padded_batch([[1], [2]], [[3], [4, 5]], old_logprobs=[[0.0], [0.0]])

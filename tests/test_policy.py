@@ -1,0 +1,227 @@
+"""functional_policy: purity, heads, tied weights, modes, and models that are refused by name."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from tiny import VOCAB, tiny
+from torch import nn, tensor
+from torch.func import jvp, vmap
+from torch.testing import assert_close
+
+import fnppo
+from fnppo import functional_policy
+from fnppo.testing import padded_batches
+
+FAMILIES = ["llama", "tied", "gpt2", "mistral", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
+BATCH = fnppo.padded_batch([[1, 2], [3]], [[4, 5], [6]])
+
+
+def logprobs(policy, params, batch=BATCH, layout=fnppo.pack_sequences):
+    return fnppo.forward_logprobs(params, layout(batch), policy=policy, temperature=1.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_the_models_own(family):
+    module = tiny(family)
+    policy, params = functional_policy(module)
+    ids = tensor([5, 3, 1, 2])
+    hidden = policy.hidden_states(params, fnppo.PackedInputs(ids, torch.arange(4), tensor([0, 4]).int()))
+    assert_close(policy.head.bind(params).logits(hidden), module(ids[None]).logits[0], rtol=1e-5, atol=1e-6)
+    assert policy.vocab_size == VOCAB
+
+
+def test_heads_are_described():
+    assert functional_policy(tiny("gemma2"))[0].head.softcap == 3.0
+    assert functional_policy(tiny("granite"))[0].head.scale == pytest.approx(1 / 3)
+    assert functional_policy(tiny("cohere"))[0].head.scale == 0.25
+    assert functional_policy(tiny("phi"))[0].head.bias == "lm_head.bias"
+
+
+def test_tied_weights_are_there_once_and_get_both_gradients():
+    """G4: identity as a model: E = H = [[1,0],[0,1],[1,1]], ids [0, 1] with labels [1, 2]."""
+    policy, params = functional_policy(tiny("tied"))
+    assert policy.head.weight == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in params
+    loss_fn = lambda p, _: (logprobs(policy, p).logprobs.sum(), fnppo.Metrics())
+    _, grads = fnppo.value_and_grad(loss_fn)(params, None)
+    untied = dict(params)
+    module = copy.deepcopy(tiny("tied"))
+    module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
+    module.config.tie_word_embeddings = False
+    free, untied = functional_policy(module)
+    _, apart = fnppo.value_and_grad(lambda p, _: (logprobs(free, p).logprobs.sum(), fnppo.Metrics()))(untied, None)
+    both = apart["model.embed_tokens.weight"] + apart["lm_head.weight"]
+    assert_close(grads["model.embed_tokens.weight"], both, rtol=1e-6, atol=1e-8)
+    assert bool((apart["lm_head.weight"].abs().max() > 0.1) & (apart["model.embed_tokens.weight"].abs().max() > 0.1))
+
+
+def test_tied_gradient_by_hand():
+    """G4: loss 1.361995, gradient of the shared matrix from its use as embedding and as head."""
+    from fnppo.logprobs import chunked_logprobs
+
+    loss_fn = lambda p, _: (
+        -chunked_logprobs(p["E"][tensor([0, 1])], tensor([1, 2]), weight=p["E"]).logprobs.mean(), fnppo.Metrics()
+    )  # fmt: skip
+    (loss, _), grads = fnppo.value_and_grad(loss_fn)({"E": tensor([[1.0, 0], [0, 1], [1, 1]])}, None)
+    assert loss.item() == pytest.approx(1.361995, abs=1e-6)
+    assert_close(grads["E"], tensor([[0.6335, -0.1335], [-0.6335, 0.1335], [0.2112, -0.2888]]), atol=1e-4, rtol=0)
+
+
+def test_the_policy_holds_no_weights_and_the_module_is_left_alone():
+    module = copy.deepcopy(tiny("llama"))
+    before = {name: p.clone() for name, p in module.state_dict().items()}
+    policy, params = functional_policy(module)
+    assert all(p.is_meta for p in policy.skeleton.parameters())
+    assert module.config._attn_implementation == "eager"
+    stats = logprobs(policy, params)
+    for p in module.parameters():
+        p.data = torch.full_like(p, float("nan"))
+    assert_close(logprobs(policy, params).logprobs, stats.logprobs, rtol=0, atol=0)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+    moved = {name: p + 1 for name, p in params.items()}
+    assert not torch.equal(logprobs(policy, moved).logprobs, stats.logprobs)
+
+
+def test_a_missing_parameter_is_an_error():
+    policy, params = functional_policy(tiny("llama"))
+    for name in ("model.norm.weight", "lm_head.weight"):
+        with pytest.raises((ValueError, KeyError), match=name.removeprefix("model.")):
+            logprobs(policy, {n: p for n, p in params.items() if n != name})
+
+
+class Repeating(nn.Module):
+    """A module that is no causal LM."""
+
+
+class Cumulative(nn.Module):
+    """Mixes positions outside of attention."""
+
+    def forward(self, x):
+        return x + x.cumsum(1)
+
+
+def test_what_is_no_causal_lm_is_refused():
+    import transformers
+
+    with pytest.raises(ValueError, match="Repeating is no causal LM from transformers"):
+        functional_policy(Repeating())
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="LlamaModel"):
+        functional_policy(transformers.LlamaModel(config))
+
+
+def test_a_model_with_its_own_attention_is_refused_by_name():
+    """B4: models that would not be told where sequences end."""
+    import transformers
+
+    module = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=8, n_layer=1, n_head=2)
+    )
+    with pytest.raises(ValueError, match="Bloom"):
+        functional_policy(module)
+
+
+def test_recurrent_and_chunked_layers_are_refused_by_name():
+    import transformers
+
+    with pytest.raises(ValueError, match="Mamba"):
+        functional_policy(
+            transformers.MambaForCausalLM(
+                transformers.MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
+            )
+        )
+
+
+def test_a_model_that_lets_sequences_see_each_other_is_refused():
+    """B4: the self-test, on a model that reads its neighbours outside of attention."""
+    module = copy.deepcopy(tiny("llama"))
+    mlp = module.model.layers[0].mlp
+    mlp.act_fn = Cumulative()
+    with pytest.raises(ValueError, match="LlamaForCausalLM lets sequences of a packed batch see each other"):
+        functional_policy(module)
+
+
+def test_a_head_that_was_misread_is_refused():
+    module = copy.deepcopy(tiny("llama"))
+    module.config.logits_scaling = 2.0  # the model itself does not scale
+    with pytest.raises(ValueError, match="packed logits differ from the model's own"):
+        functional_policy(module)
+
+
+def test_an_attention_that_was_misread_is_refused():
+    module = copy.deepcopy(tiny("llama"))
+    wrong = lambda q, k, v, segments, *, scaling, **asked: fnppo.math_attention(
+        q, k, v, segments, scaling=2 * scaling, **asked
+    )
+    with pytest.raises(ValueError, match="packed logits differ"):
+        functional_policy(module, attention=wrong)
+
+
+def test_dropout_needs_a_seed_in_training_mode():
+    """C21."""
+    module = tiny("gpt2")
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has dropout in training mode .*Pass dropout_seed"):
+        functional_policy(module, train=True)
+    calm, params = functional_policy(module)
+    random_state = torch.get_rng_state()
+    one, _ = functional_policy(module, train=True, dropout_seed=1)
+    first, again = logprobs(one, params).logprobs, logprobs(one, params).logprobs
+    assert torch.equal(first, again)
+    assert not torch.equal(first, logprobs(calm, params).logprobs)
+    assert not torch.equal(first, logprobs(one.with_dropout_seed(2), params).logprobs)
+    assert torch.equal(random_state, torch.get_rng_state())
+    functional_policy(tiny("llama"), train=True)  # no dropout, no seed needed
+
+
+def test_dropout_is_the_same_when_layers_are_computed_again():
+    module = tiny("gpt2")
+    grads = []
+    for remat in (False, True):
+        policy, params = functional_policy(module, train=True, dropout_seed=3, remat=remat)
+        grads.append(
+            fnppo.value_and_grad(lambda p, _: (logprobs(policy, p).logprobs.sum(), fnppo.Metrics()))(params, None)
+        )
+    assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_many_policies_at_once():
+    """vmap over stacked parameters, and a directional derivative, of the whole packed forward."""
+    policy, params = functional_policy(tiny("llama"))
+    model_batch = fnppo.pack_sequences(BATCH)
+    run = lambda p: fnppo.forward_logprobs(p, model_batch, policy=policy, temperature=0.7)
+    other = {n: p + 0.1 for n, p in params.items()}
+    stacked = {n: torch.stack([params[n], other[n]]) for n in params}
+    together = vmap(run)(stacked)
+    for i, one in enumerate((params, other)):
+        assert_close(together.logprobs[i], run(one).logprobs, rtol=1e-5, atol=1e-6)
+        assert_close(together.entropy[i], run(one).entropy, rtol=1e-5, atol=1e-6)
+    direction = {n: torch.ones_like(p) for n, p in params.items()}
+    slope = jvp(lambda p: run(p).logprobs, (params,), (direction,))[1]
+    _, grads = fnppo.value_and_grad(lambda p, _: (run(p).logprobs.sum(), fnppo.Metrics()))(params, None)
+    assert_close(slope.sum(), sum(g.sum() for g in grads.values()), rtol=1e-4, atol=1e-5)
+
+
+@given(padded_batches(vocab_size=VOCAB))
+def test_half_precision_models_give_float32_logprobs(batch):
+    """C3, C24: the dtype of the model is honoured, and log-probs are float32 whatever it is."""
+    module = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    policy, params = functional_policy(module)
+    stats = logprobs(policy, params, batch)
+    assert stats.logprobs.dtype == stats.entropy.dtype == torch.float32
+    exact_policy, exact = functional_policy(tiny("llama"))
+    exact = {n: params[n].double() for n in exact}
+    reference = logprobs(exact_policy, exact, batch)
+    assert_close(stats.logprobs.double(), reference.logprobs, rtol=0.1, atol=0.35)
+    hidden = policy.hidden_states(params, fnppo.pack_sequences(batch).inputs)
+    assert hidden.dtype == torch.bfloat16
+
+
+def test_params_share_memory_with_the_module():
+    module = tiny("llama")
+    _, params = functional_policy(module)
+    assert params["lm_head.weight"].data_ptr() == module.lm_head.weight.data_ptr()
+    assert not params["lm_head.weight"].requires_grad

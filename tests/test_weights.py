@@ -1,0 +1,114 @@
+"""Loss weights: the numbers of the field's aggregation modes, independent of padding and of splits."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import tensor
+
+import fnppo
+from fnppo import PaddedBatch
+from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequence_sum, token_mean, token_sum
+
+NAN = float("nan")
+MODES = {
+    "token_mean": token_mean,
+    "token_sum": token_sum,
+    "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
+    "constant_norm": partial(constant_norm, horizon=3.0),
+    "group_token_mean": group_token_mean,
+}
+
+
+def batch_of(mask, groups=None):
+    mask = tensor(mask, dtype=torch.bool)
+    mask = torch.nn.functional.pad(mask, (1, 0))  # a prompt token, so that every learned token has a predictor
+    return PaddedBatch(torch.zeros(mask.shape, dtype=torch.long), torch.ones_like(mask), mask, groups=groups)
+
+
+def total(weights, losses, mask, groups=None):
+    """(Σ w l, d/dl) with the losses that the targets would have; masked losses are dropped by the layout, not multiplied."""
+    batch = weights(batch_of(mask, groups))
+    targets = fnppo.pack_sequences(batch).targets
+    losses = tensor(losses, dtype=torch.float64, requires_grad=True)
+    value = (targets.loss_weights * losses[targets.rows, targets.columns - 1]).sum()
+    return value.item(), torch.autograd.grad(value, losses)[0].tolist()
+
+
+A1 = [[1.0, 2.0, 3.0], [10.0, NAN, NAN]], [[1, 1, 1], [1, 0, 0]]
+
+
+def test_token_mean():
+    """A1."""
+    value, gradient = total(token_mean, *A1)
+    assert value == 4.0
+    assert gradient == [[0.25, 0.25, 0.25], [0.25, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [("token_mean", 4.0), ("token_sum", 16.0), ("sequence_mean", 6.0), ("sequence_sum", 8.0), ("constant_norm", 8 / 3)],
+)
+def test_modes_differ(mode, value):
+    """A6."""
+    assert total(MODES[mode], *A1)[0] == pytest.approx(value)
+
+
+def test_constant_norm_does_not_depend_on_the_width():
+    """A7."""
+    wide = [row + [NAN] * 4 for row in A1[0]], [row + [0] * 4 for row in A1[1]]
+    assert total(MODES["constant_norm"], *wide)[0] == pytest.approx(8 / 3)
+    for horizon in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match="horizon is"):
+            constant_norm(batch_of([[1]]), horizon=horizon)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_masked(mode):
+    """A8: loss 0 and gradient 0, finite."""
+    value, gradient = total(MODES[mode], [[NAN, NAN]], [[0, 0]], groups=tensor([0]))
+    assert value == 0.0
+    assert gradient == [[0, 0]]
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "token_sum", "sequence_mean", "sequence_sum", "group_token_mean"])
+def test_nan_at_a_masked_place(mode):
+    """A10."""
+    value, gradient = total(MODES[mode], [[1.0, NAN]], [[1, 0]], groups=tensor([0]))
+    assert value == 1.0
+    assert gradient == [[1, 0]]
+
+
+def test_the_numerator_is_masked():
+    """A11."""
+    value, gradient = total(token_mean, [[2.0, 50.0], [4.0, -9.0]], [[1, 0], [1, 0]])
+    assert value == 3.0
+    assert gradient == [[0.5, 0], [0.5, 0]]
+
+
+def test_what_a_filter_removed_is_in_no_divisor():
+    """A15: a row whose mask a filter has cleared counts neither as tokens nor as a sequence."""
+    ones = [[1.0] * 6] * 2
+    for mode in ("token_mean", "sequence_mean", "group_token_mean"):
+        assert total(MODES[mode], ones, [[1, 1, 1, 1, 0, 0], [0] * 6], groups=tensor([0, 1]))[0] == pytest.approx(1.0)
+    assert total(sequence_sum, ones, [[1, 1, 1, 1, 0, 0], [0] * 6])[0] == pytest.approx(4.0)
+
+
+def test_mean_within_a_prompt_group():
+    """A17: groups go by their number, wherever their rows stand."""
+    losses, mask = [[1.0, 1.0], [5.0, NAN], [1.0, NAN]], [[1, 1], [1, 0], [1, 0]]
+    assert total(group_token_mean, losses, mask, groups=tensor([7, 2, 7]))[0] == pytest.approx(3.0)
+    assert total(token_mean, losses, mask)[0] == pytest.approx(2.0)
+    with pytest.raises(ValueError, match=r"needs batch\.groups"):
+        group_token_mean(batch_of(mask))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_have_the_dtype_of_the_advantages_and_are_zero_where_masked(mode):
+    batch = batch_of([[1, 0], [1, 1]], groups=tensor([0, 1]))
+    for dtype in (torch.float32, torch.float64):
+        weights = MODES[mode](batch._replace(advantages=torch.zeros(2, 3, dtype=dtype))).loss_weights
+        assert weights.dtype == dtype
+        assert bool((weights[~batch.loss_mask] == 0).all())
+        assert bool((weights[batch.loss_mask] > 0).all())
