@@ -6,9 +6,10 @@ The files, in the order in which data flows through them: `types`, `packing`, `w
 
 from fnppo.advantages import gae_advantages, grpo_advantages
 from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
-from fnppo.batching import plan_microbatches, plan_minibatches
+from fnppo.batching import plan_microbatches, plan_minibatches, plan_shared_microbatches
 from fnppo.gradients import accumulate_gradients, value_and_grad
 from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through
+from fnppo.layouts import Layout, packed, padded, shared
 from fnppo.logprobs import chunked_logprobs, forward_logprobs, logits_to_stats
 from fnppo.losses import clipped_surrogate, on_policy, ppo_loss
 from fnppo.metrics import Metrics, merge_metrics, summarize
@@ -23,7 +24,15 @@ from fnppo.optim import (
     sgd,
     skip_nonfinite,
 )
-from fnppo.packing import lengths, pack_sequences, pad_sequences, padded_batch, select_rows, unpack_targets
+from fnppo.packing import (
+    lengths,
+    pack_sequences,
+    pad_sequences,
+    padded_batch,
+    prompt_groups,
+    select_rows,
+    unpack_targets,
+)
 from fnppo.policy import Policy, functional_policy
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
 from fnppo.train import compute_logprobs, train_step, update_policy
@@ -33,6 +42,7 @@ from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequen
 __version__ = "0.1.0"
 
 __all__ = [
+    "Layout",
     "Metrics",
     "ModelBatch",
     "Optimizer",
@@ -73,16 +83,21 @@ __all__ = [
     "merge_metrics",
     "on_policy",
     "pack_sequences",
+    "packed",
     "pad_sequences",
+    "padded",
     "padded_batch",
     "plan_microbatches",
     "plan_minibatches",
+    "plan_shared_microbatches",
     "ppo_loss",
+    "prompt_groups",
     "sdpa_attention",
     "select_rows",
     "sequence_mean",
     "sequence_sum",
     "sgd",
+    "shared",
     "skip_nonfinite",
     "straight_through",
     "summarize",

@@ -5,9 +5,10 @@ A backend is a function
     backend(query, key, value, segments, *, scaling, window, softcap, sinks, dropout) -> output
 
 with query [batch, heads, tokens, head_dim], key and value [batch, kv_heads, tokens, head_dim], output
-[batch, heads, tokens, head_dim]. A query sees the keys of its own segment, up to its own position:
+[batch, heads, tokens, head_dim]. A query sees the keys of its own segment (and of those that it continues), up to its own
+position:
 
-    visible(q, k) = same segment and 0 <= position(q) - position(k) < window
+    visible(q, k) = k in the segment of q or in an ancestor of it, and 0 <= position(q) - position(k) < window
 
 `math_attention` is that sentence as a mask, and the reference for the others. `sdpa_attention` loops over segments and
 is fast on CPUs. `varlen_attention` (torch) and `flash_attention` (flash-attn) are single kernels for CUDA.
@@ -32,28 +33,52 @@ Attention: TypeAlias = Callable[..., Tensor]
 
 
 class Segments(NamedTuple):
-    """Which tokens belong together. `cu_seqlens` is there when the tokens are packed (then batch is 1).
+    """Which tokens belong together.
 
     Attributes:
         ids: segment of each token, numbered within its row of the attention batch; -1 for padding.
-        positions: position of each token in its segment.
-        cu_seqlens: boundaries of the packed segments, and the same as Python numbers in `bounds`.
+        positions: position of each token in its sequence.
+        packed: how to walk the segments one by one, when the tokens are packed (then batch is 1).
+        ancestors: where segments have parents, [i, j] says whether segment i reads segment j.
     """
 
     ids: Int[Tensor, "batch tokens"]
     positions: Int[Tensor, "batch tokens"]
-    cu_seqlens: Int[Tensor, " boundaries"] | None = None
-    bounds: tuple[int, ...] = ()
+    packed: "PackedSegments | None" = None
+    ancestors: Bool[Tensor, "segments segments"] | None = None
+
+
+class PackedSegments(NamedTuple):
+    """Queries and keys of each segment. A segment that has a parent also reads the parent's keys, which then are
+    gathered once for each child: key i of the walk is key `gather[i]` of the axis. None: every segment reads itself.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    gather: Int[Tensor, " keys"] | None
 
 
 def segments_of(inputs: PackedInputs | PaddedInputs) -> Segments:
     """The segments of a batch, on the [batch, tokens] axes that the model sees."""
     if isinstance(inputs, PaddedInputs):
         return Segments(torch.where(inputs.attention_mask, 0, -1), inputs.position_ids)
-    cu_seqlens = inputs.cu_seqlens
-    index = torch.arange(cu_seqlens.numel() - 1, device=cu_seqlens.device)
-    ids = index.repeat_interleave(cu_seqlens.diff(), output_size=inputs.input_ids.numel())
-    return Segments(ids[None], inputs.position_ids[None], cu_seqlens, tuple(cu_seqlens.tolist()))
+    cu_seqlens, device = inputs.cu_seqlens, inputs.cu_seqlens.device
+    index = torch.arange(cu_seqlens.numel() - 1, device=device)
+    ids = index.repeat_interleave(cu_seqlens.diff(), output_size=inputs.input_ids.numel())[None]
+    lengths = tuple(cu_seqlens.diff().tolist())
+    if inputs.parents is None:
+        return Segments(ids, inputs.position_ids[None], PackedSegments(lengths, lengths, None))
+
+    bounds, lines = cu_seqlens.tolist(), list[list[int]]()  # lines[i]: the ancestors of segment i, and i
+    for segment, parent in enumerate(inputs.parents.tolist()):
+        lines.append([*(lines[parent] if parent >= 0 else []), segment])
+    gather = [place for line in lines for segment in line for place in range(bounds[segment], bounds[segment + 1])]
+    keys = tuple(sum(lengths[segment] for segment in line) for line in lines)
+    ancestors = torch.zeros(len(lines), len(lines), dtype=torch.bool)
+    for segment, line in enumerate(lines):
+        ancestors[segment, line] = True
+    packed = PackedSegments(lengths, keys, torch.tensor(gather, dtype=torch.long, device=device))
+    return Segments(ids, inputs.position_ids[None], packed, ancestors.to(device))
 
 
 def choose_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, **asked: Any) -> Tensor:
@@ -106,26 +131,27 @@ def sdpa_attention(
     special = softcap is not None or sinks is not None
     explicit = partial(_explicit, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
     fused = partial(F.scaled_dot_product_attention, scale=scaling, dropout_p=dropout)
-    if segments.cu_seqlens is None:
+    if segments.packed is None:
         visible = rearrange(_visible(segments, window), "batch q k -> batch 1 q k")
         if special:
             return explicit(query, key, value, visible)
         return fused(query, key, value, attn_mask=visible, enable_gqa=query.shape[1] != key.shape[1])
 
     outputs = []
-    lengths = [end - start for start, end in zip(segments.bounds[:-1], segments.bounds[1:], strict=True)]
-    for q, k, v, length in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), lengths, strict=True):
+    queries, keys, gather = segments.packed
+    if gather is not None:
+        key, value = (x.index_select(2, gather) for x in (key, value))
+    walk = zip(query.split(queries, dim=2), key.split(keys, dim=2), value.split(keys, dim=2), strict=True)
+    for q, k, v in walk:
+        length, seen = q.shape[2], k.shape[2]
+        grouped = q.shape[1] != k.shape[1]
         if length == 0:
             continue
-        if not special and (window is None or window >= length):
-            outputs.append(fused(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
+        if not special and length == seen and (window is None or window >= length):
+            outputs.append(fused(q, k, v, is_causal=True, enable_gqa=grouped))
             continue
-        visible = _causal(length, window, device=query.device)
-        outputs.append(
-            explicit(q, k, v, visible)
-            if special
-            else fused(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
-        )
+        visible = _causal(length, seen, window, device=query.device)
+        outputs.append(explicit(q, k, v, visible) if special else fused(q, k, v, attn_mask=visible, enable_gqa=grouped))
     return torch.cat(outputs, dim=2)
 
 
@@ -144,9 +170,9 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (rearrange(x, "1 heads tokens dim -> tokens heads dim") for x in (query, key, value))
-    cu_seqlens, longest = _nonempty(segments)
+    k, v, cu_q, cu_k, longest_q, longest_k = _boundaries(k, v, segments)
     output: Any = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest,
+        q, k, v, cu_q, cu_k, longest_q, longest_k,
         scale=scaling, window_size=_window(window), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return rearrange(output, "tokens heads dim -> 1 heads tokens dim")
@@ -169,9 +195,9 @@ def flash_attention(
     from flash_attn import flash_attn_varlen_func
 
     q, k, v = (rearrange(x, "1 heads tokens dim -> tokens heads dim") for x in (query, key, value))
-    cu_seqlens, longest = _nonempty(segments)
+    k, v, cu_q, cu_k, longest_q, longest_k = _boundaries(k, v, segments)
     output = flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest,
+        q, k, v, cu_q, cu_k, longest_q, longest_k,
         dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=_window(window), softcap=softcap or 0.0,
     )  # fmt: skip
     return rearrange(output, "tokens heads dim -> 1 heads tokens dim")
@@ -179,15 +205,16 @@ def flash_attention(
 
 def _visible(segments: Segments, window: int | None) -> Bool[Tensor, "batch q k"]:
     """The sentence at the head of this file. Padding sees itself alone, so no row of the softmax is empty."""
-    same = (segments.ids[:, :, None] == segments.ids[:, None, :]) & (segments.ids >= 0)[:, :, None]
+    q, k = segments.ids[:, :, None], segments.ids[:, None, :]
+    reads = (q == k) & (q >= 0) if segments.ancestors is None else segments.ancestors[q, k]
     behind = segments.positions[:, :, None] - segments.positions[:, None, :]
-    visible = same & (behind >= 0) & (behind < (math.inf if window is None else window))
+    visible = reads & (behind >= 0) & (behind < (math.inf if window is None else window))
     return visible | torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
 
 
-def _causal(length: int, window: int | None, *, device: torch.device) -> Bool[Tensor, "q k"]:
-    index = torch.arange(length, device=device)
-    behind = index[:, None] - index[None, :]
+def _causal(length: int, seen: int, window: int | None, *, device: torch.device) -> Bool[Tensor, "q k"]:
+    """The same for one segment, whose queries are the last `length` of the `seen` tokens of its line."""
+    behind = torch.arange(seen - length, seen, device=device)[:, None] - torch.arange(seen, device=device)
     return (behind >= 0) & (behind < (math.inf if window is None else window))
 
 
@@ -222,7 +249,7 @@ def _why_not(
     """Why `backend` cannot do what is asked; None if it can. SDPA and math can do everything outside a transform."""
     if backend in (sdpa_attention, math_attention):
         return None
-    if segments.cu_seqlens is None:
+    if segments.packed is None:
         return "the batch is padded, and it needs packed segments: use pack_sequences"
     if query.device.type != "cuda":
         return f"the model is on {query.device.type}, and it runs on CUDA only"
@@ -258,11 +285,24 @@ def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def _nonempty(segments: Segments) -> tuple[Tensor, int]:
-    """Boundaries without empty segments, which the CUDA kernels do not all bear, and the longest segment."""
-    assert segments.cu_seqlens is not None
-    longest = max(end - start for start, end in zip(segments.bounds[:-1], segments.bounds[1:], strict=True))
-    return segments.cu_seqlens.unique_consecutive().to(torch.int32), longest
+def _boundaries(
+    key: Float[Tensor, "tokens heads dim"], value: Float[Tensor, "tokens heads value_dim"], segments: Segments
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+    """Keys, values and the boundaries of queries and keys for the CUDA kernels, which align causality at the end of a
+    segment. Segments without queries are left out, since the kernels do not all bear them.
+    """
+    assert segments.packed is not None
+    queries, keys, gather = segments.packed
+    kept = [i for i, length in enumerate(queries) if length > 0]
+    if gather is not None:
+        starts = [sum(keys[:i]) for i in range(len(keys))]
+        places = [torch.arange(starts[i], starts[i] + keys[i], device=key.device) for i in kept]
+        key, value = (x.index_select(0, gather[torch.cat(places)]) for x in (key, value))
+    cu_q, cu_k = (
+        torch.tensor([0, *(lengths[i] for i in kept)], device=key.device).cumsum(0).to(torch.int32)
+        for lengths in (queries, keys)
+    )
+    return key, value, cu_q, cu_k, max(queries[i] for i in kept), max(keys[i] for i in kept)
 
 
 def _window(window: int | None) -> tuple[int, int]:

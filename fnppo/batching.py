@@ -1,7 +1,7 @@
 """Rows into mini-batches (one optimizer step each) and micro-batches (one forward each, under a token limit)."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -36,11 +36,7 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[i
     room: list[tuple[int, int]] = []  # (tokens still free, group), ascending
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         length = lengths[row]
-        if length > max_tokens:
-            raise ValueError(
-                f"row {row} has {length} tokens, max_tokens is {max_tokens}. Raise max_tokens to at least {length}, or "
-                "shorten or drop the row."
-            )
+        _refuse_over(row, length, max_tokens)
         place = bisect_left(room, (length, -1))
         if place == len(room):
             free, group = max_tokens, len(groups)
@@ -50,6 +46,38 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[i
         groups[group].append(row)
         insort(room, (free - length, group))
     return sorted(sorted(group) for group in groups)
+
+
+def plan_shared_microbatches(
+    lengths: Sequence[int], prompts: Sequence[Hashable], prompt_lengths: Sequence[int], *, max_tokens: int
+) -> list[list[int]]:
+    """`plan_microbatches` for a layout in which rows of one prompt share its tokens: a prompt counts once a group.
+
+    Rows of one prompt stay together. Where all of them are over the limit they are split into as few parts as fit, each
+    with the prompt once; the parts are then planned as if they were rows.
+
+    Args:
+        lengths: tokens of each row, its prompt included.
+        prompts, prompt_lengths: something that tells the prompt of each row from others, and its tokens.
+
+    >>> plan_shared_microbatches([5, 5, 5, 4], ["a", "a", "a", "b"], [4, 4, 4, 3], max_tokens=7)
+    [[0, 1, 2], [3]]
+    """
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(prompt, []).append(row)
+    parts: list[list[int]] = []
+    costs: list[int] = []
+    for rows in rows_of.values():
+        shared = prompt_lengths[rows[0]]
+        own = [lengths[row] - shared for row in rows]
+        for row in rows:
+            _refuse_over(row, lengths[row], max_tokens)
+        for part in plan_microbatches(own, max_tokens=max(max_tokens - shared, 1)):
+            parts.append([rows[i] for i in part])
+            costs.append(shared + sum(own[i] for i in part))
+    groups = plan_microbatches(costs, max_tokens=max_tokens)
+    return sorted(sorted(row for part in group for row in parts[part]) for group in groups)
 
 
 def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, seed: int = 0) -> list[list[int]]:
@@ -69,3 +97,11 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
     generator = torch.Generator().manual_seed(seed)
     epochs = [torch.randperm(rows, generator=generator).tolist() for _ in range(num_epochs)]
     return [order[start : start + mini_batch_size] for order in epochs for start in range(0, rows, mini_batch_size)]
+
+
+def _refuse_over(row: int, length: int, max_tokens: int) -> None:
+    if length > max_tokens:
+        raise ValueError(
+            f"row {row} has {length} tokens, max_tokens is {max_tokens}. Raise max_tokens to at least {length}, or "
+            "shorten or drop the row."
+        )

@@ -10,6 +10,7 @@ A target is an existing token with `loss_mask` set; its predictor is the existin
 the last token of one sequence can never be scored against the first of the next.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,19 +23,21 @@ from fnppo.checks import FLOAT_COLUMNS, check_batch
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
 
 
-def pack_sequences(batch: PaddedBatch, *, pad_to: int | None = None) -> ModelBatch:
+def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: int | None = None) -> ModelBatch:
     """Lay the existing tokens of all rows end to end on one axis.
 
     Packing is preparation of data: it runs outside of torch.func transforms.
 
     Args:
         batch: the rollouts; padding may stand anywhere.
+        share_prefixes: rows whose prompts are the same tokens share one copy of the prompt, which is computed once. A
+            prompt is what stands before the first learned token. The numbers stay the same.
         pad_to: if given, the axis is filled up to this many tokens, for static shapes. The filler forms segments of
             its own, after the rows, that no target points to. A batch without any token gets one filler token, as a
             model needs one.
 
     Returns:
-        `ModelBatch` with `PackedInputs`: segment i is row i.
+        `ModelBatch` with `PackedInputs`. Without shared prefixes, segment i is row i.
 
     Raises:
         ValueError: the batch is malformed (see `fnppo.checks`) or has more than `pad_to` tokens.
@@ -45,24 +48,35 @@ def pack_sequences(batch: PaddedBatch, *, pad_to: int | None = None) -> ModelBat
     (tensor([5, 6, 7, 8, 9]), tensor([0, 2, 5], dtype=torch.int32))
     >>> targets.token_ids, targets.predictors
     (tensor([6, 9]), tensor([0, 3]))
+    >>> inputs, targets = pack_sequences(padded_batch([[7, 8], [7, 8]], [[6], [9, 5]]), share_prefixes=True)
+    >>> inputs.input_ids, inputs.cu_seqlens, inputs.parents
+    (tensor([7, 8, 6, 9, 5]), tensor([0, 2, 3, 5], dtype=torch.int32), tensor([-1,  0,  0]))
     """
     batch = check_batch(batch)
     kept = _kept(batch)
-    tokens = kept.numel()
+    counts, parents = batch.attention_mask.sum(1), None
+    order = location = torch.arange(kept.numel(), device=kept.device)
+    if share_prefixes and (shared := _share_prefixes(batch)) is not None:
+        order, location, counts, parents = (x.to(kept.device) for x in shared)
+    tokens = order.numel()
     length = max(tokens, 1) if pad_to is None else pad_to
     if tokens > length or length < 1:
         raise ValueError(f"the batch has {tokens} tokens, pad_to is {pad_to}. Raise pad_to or plan smaller batches.")
-    counts = batch.attention_mask.sum(1)
     filler = torch.arange(length - tokens, device=kept.device)
-    # No filler segment is longer than the longest row, so none needs a position that the model may not have.
+    # No filler segment is longer than the longest segment, so none needs a position that the model may not have.
     longest = max(int(counts.max()), 1) if counts.numel() else 1
     filler_counts = torch.bincount(filler // longest)
+    if parents is not None:
+        parents = torch.cat([parents, torch.full_like(filler_counts, -1)])
     inputs = PackedInputs(
-        input_ids=torch.cat([batch.input_ids.flatten()[kept], torch.zeros_like(filler, dtype=batch.input_ids.dtype)]),
-        position_ids=torch.cat([_positions(batch).flatten()[kept], filler % longest]),
+        input_ids=torch.cat(
+            [batch.input_ids.flatten()[kept[order]], torch.zeros_like(filler, dtype=batch.input_ids.dtype)]
+        ),
+        position_ids=torch.cat([_positions(batch).flatten()[kept[order]], filler % longest]),
         cu_seqlens=torch.nn.functional.pad(torch.cat([counts, filler_counts]).cumsum(0), (1, 0)).to(torch.int32),
+        parents=parents,
     )
-    return ModelBatch(inputs, _targets(batch, kept, location=torch.arange(tokens, device=kept.device)))
+    return ModelBatch(inputs, _targets(batch, kept, location=location))
 
 
 def pad_sequences(batch: PaddedBatch) -> ModelBatch:
@@ -199,6 +213,57 @@ def padded_batch(
         advantages=None if per_row is None else torch.where(loss_mask, per_row[:, None], 0.0),
         groups=None if groups is None else torch.tensor(groups, dtype=torch.long, device=device),
     )
+
+
+def prompt_groups(batch: PaddedBatch) -> dict[tuple[int, ...], list[int]]:
+    """{prompt: its rows}, in the order of first appearance. A prompt is what stands before the first learned token.
+
+    >>> prompt_groups(padded_batch([[7, 8], [5], [7, 8]], [[6], [9], [4]]))
+    {(7, 8): [0, 2], (5,): [1]}
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    before = (batch.loss_mask != 0).cumsum(1) == 0
+    mask = (batch.attention_mask != 0) & before
+    for row, (ids, in_prompt) in enumerate(zip(batch.input_ids.cpu(), mask.cpu(), strict=True)):
+        groups.setdefault(tuple(ids[in_prompt].tolist()), []).append(row)
+    return groups
+
+
+def _share_prefixes(batch: PaddedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The packed axis with shared prompts: (order, location, counts, parents), or None if no two rows share one.
+
+    order: which existing token stands at each place of the axis. location: at which place each existing token, or the
+    copy that stands for it, is found. counts, parents: of each segment.
+    """
+    groups = prompt_groups(batch)
+    if len(groups) == batch.input_ids.shape[0]:
+        return None
+    row_lengths = batch.attention_mask.sum(1).tolist()
+    starts = [0, *itertools.accumulate(row_lengths)]  # of each row, among the existing tokens
+    order: list[int] = []
+    location = [0] * starts[-1]
+    counts, parents = [], []
+
+    def lay(first: int, length: int, parent: int) -> int:
+        location[first : first + length] = range(len(order), len(order) + length)
+        order.extend(range(first, first + length))
+        counts.append(length)
+        parents.append(parent)
+        return len(counts) - 1
+
+    for prompt, rows in groups.items():
+        if len(rows) == 1:
+            lay(starts[rows[0]], row_lengths[rows[0]], -1)
+            continue
+        place = len(order)
+        parent = lay(starts[rows[0]], len(prompt), -1)
+        for row in rows:
+            location[starts[row] : starts[row] + len(prompt)] = range(place, place + len(prompt))
+            lay(starts[row] + len(prompt), row_lengths[row] - len(prompt), parent)
+    order_, location_, counts_, parents_ = (
+        torch.tensor(x, dtype=torch.long) for x in (order, location, counts, parents)
+    )
+    return order_, location_, counts_, parents_
 
 
 def _kept(batch: PaddedBatch) -> Int[Tensor, " kept"]:

@@ -5,18 +5,18 @@ from typing import TypeAlias
 
 import torch
 
-from fnppo.batching import plan_microbatches, plan_minibatches
+from fnppo.batching import plan_minibatches
 from fnppo.checks import check_batch, check_vocabulary
 from fnppo.gradients import LossFn, accumulate_gradients
+from fnppo.layouts import Layout, packed
 from fnppo.logprobs import forward_logprobs
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import Optimizer, State, apply_updates, global_norm
-from fnppo.packing import lengths, pack_sequences, select_rows, unpack_targets
+from fnppo.packing import select_rows, unpack_targets
 from fnppo.policy import Policy
 from fnppo.types import ModelBatch, PaddedBatch, Params, PyTree, TokenStats
 from fnppo.weights import token_mean
 
-Layout: TypeAlias = Callable[[PaddedBatch], ModelBatch]
 Weights: TypeAlias = Callable[[PaddedBatch], PaddedBatch]
 
 
@@ -68,7 +68,7 @@ def update_policy(
     num_epochs: int = 1,
     weights: Weights = token_mean,
     seed: int = 0,
-    layout: Layout = pack_sequences,
+    layout: Layout = packed,
     donate: bool = False,
 ) -> tuple[PyTree, State, dict[str, float]]:
     """Several epochs over a batch of rollouts: what a PPO or GRPO iteration does after sampling.
@@ -86,7 +86,7 @@ def update_policy(
         num_epochs: passes over the batch.
         weights: mask -> loss weights, such as `token_mean`.
         seed: of the shuffling.
-        layout: `pack_sequences` or `pad_sequences`.
+        layout: `packed`, `shared` (prompts computed once for all their responses) or `padded`, from `fnppo.layouts`.
         donate: see `train_step`. The caller's `params` and `opt_state` are then gone.
 
     Returns:
@@ -96,16 +96,16 @@ def update_policy(
         ValueError: the batch is malformed, a row is over `max_tokens`, or a size is below 1.
     """
     batch = check_batch(batch)
-    tokens = lengths(batch)
-    if not tokens:
+    rows = batch.input_ids.shape[0]
+    if rows == 0:
         raise ValueError("the batch has no rows.")
-    plan_microbatches(tokens, max_tokens=max_tokens)  # a row over the limit is refused before anything is changed
+    layout.plan(batch, max_tokens)  # a row over the limit is refused before anything is changed
     total = Metrics()
-    steps = plan_minibatches(len(tokens), mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed)
-    for rows in steps:
-        mini_batch = weights(select_rows(batch, rows))
-        groups = plan_microbatches(lengths(mini_batch), max_tokens=max_tokens)
-        micro_batches = (layout(select_rows(mini_batch, group)) for group in groups)
+    steps = plan_minibatches(rows, mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed)
+    for step in steps:
+        mini_batch = weights(select_rows(batch, step))
+        groups = layout.plan(mini_batch, max_tokens)
+        micro_batches = (layout.lay(select_rows(mini_batch, group)) for group in groups)
         params, opt_state, metrics = train_step(
             params, opt_state, micro_batches, loss_fn=loss_fn, optimizer=optimizer, donate=donate
         )
@@ -122,7 +122,7 @@ def compute_logprobs(
     temperature: float,
     max_tokens: int,
     entropy: bool = False,
-    layout: Layout = pack_sequences,
+    layout: Layout = packed,
 ) -> TokenStats:
     """Log-probs (and entropy) of the learned tokens of a batch, without gradients: for `old_logprobs`, `ref_logprobs`.
 
@@ -136,8 +136,8 @@ def compute_logprobs(
     check_vocabulary(batch, policy.vocab_size)
     shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
     rectangles: list[torch.Tensor] = []
-    for rows in plan_microbatches(lengths(batch), max_tokens=max_tokens):
-        micro_batch = layout(select_rows(batch, rows))
+    for rows in layout.plan(batch, max_tokens):
+        micro_batch = layout.lay(select_rows(batch, rows))
         stats = forward_logprobs(params, micro_batch, policy=policy, temperature=temperature, entropy=entropy)
         back = micro_batch.targets._replace(
             rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]

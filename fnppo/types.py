@@ -78,11 +78,17 @@ class Targets(NamedTuple):
 
 
 class PackedInputs(NamedTuple):
-    """Sequences laid end to end on one axis; segment i is `cu_seqlens[i]:cu_seqlens[i + 1]`. Segments may be empty."""
+    """Segments laid end to end on one axis; segment i is `cu_seqlens[i]:cu_seqlens[i + 1]`. Segments may be empty.
+
+    A segment is a whole sequence, or goes on where another segment ends: its parent, whose tokens (and those of the
+    parent's parents) it also reads. So one prompt can serve many responses. `parents` holds the number of each
+    segment's parent, which stands before it, or -1; None where no segment has one.
+    """
 
     input_ids: Int[Tensor, " tokens"]
     position_ids: Int[Tensor, " tokens"]
     cu_seqlens: Int[Tensor, " boundaries"]
+    parents: Int[Tensor, " segments"] | None = None
 
 
 class PaddedInputs(NamedTuple):

@@ -184,9 +184,57 @@ def test_flash_attn_is_used_where_it_is_installed(monkeypatch):
 
 def test_the_cuda_kernels_get_no_empty_segment():
     """B10."""
-    boundaries, longest = module._nonempty(segments_of(packed([3, 0, 2])))
-    assert boundaries.tolist() == [0, 3, 5]
-    assert longest == 3
+    k, v = torch.arange(5.0)[:, None, None], torch.arange(5.0)[:, None, None]
+    key, _, cu_q, cu_k, longest_q, longest_k = module._boundaries(k, v, segments_of(packed([3, 0, 2])))
+    assert cu_q.tolist() == cu_k.tolist() == [0, 3, 5]
+    assert longest_q == longest_k == 3
+    assert key is k
+
+
+def tree():
+    """A prompt of 2, its responses of 3 and 1, an empty one, a branch of 2 from the first response, a lone row of 2."""
+    lengths, parents = [2, 3, 1, 0, 2, 2], [-1, 0, 0, 0, 1, -1]
+    starts = [0, 2, 2, 2, 5, 0]
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    inputs = PackedInputs(torch.zeros(10).long(), positions, tensor([0, *lengths]).cumsum(0).int(), tensor(parents))
+    places = [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 2, 3, 4, 6, 7], [8, 9]]  # each line from its root
+    return inputs, places
+
+
+@pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
+@given(asked=ASKED)
+def test_segments_that_continue_others(backend, asked):
+    """A tree of prompts, responses and branches, in value and gradient."""
+    if asked["sinks"]:
+        asked = asked | {"sinks": torch.linspace(-1, 1, 4, dtype=F64)}
+    inputs, places = tree()
+    qkv = [x.requires_grad_() for x in tensors(4, 2, 10)]
+    output = backend(*qkv, segments_of(inputs), **asked)
+    for line in places:
+        expected = one_query_at_a_time(*qkv, [[line]], **asked)
+        assert_close(output[:, :, line], expected[:, :, line], rtol=1e-10, atol=1e-10)
+    seed = torch.randn(output.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((output * seed).sum(), qkv)
+    reference = torch.autograd.grad((math_attention(*qkv, segments_of(inputs), **asked) * seed).sum(), qkv)
+    assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+
+
+def test_the_cuda_kernels_get_the_keys_of_the_whole_line():
+    """What they are given, walked through by hand: causality aligned at the end of a segment gives the definition."""
+    inputs, _ = tree()
+    segments = segments_of(inputs)
+    q, k, v = tensors(2, 2, 10)
+    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+    key, value, cu_q, cu_k, longest_q, longest_k = module._boundaries(flat[1], flat[2], segments)
+    assert (longest_q, longest_k) == (3, 7)
+    outputs = []
+    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        n, m = int(q1 - q0), int(k1 - k0)
+        scores = torch.einsum("qhd,khd->hqk", flat[0][q0:q1], key[k0:k1]) * 0.5
+        scores = scores.masked_fill(torch.ones(n, m).triu(m - n + 1).bool(), -math.inf)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[k0:k1]))
+    expected = math_attention(q, k, v, segments, scaling=0.5)[0].transpose(0, 1)
+    assert_close(torch.cat(outputs), expected, rtol=1e-10, atol=1e-10)
 
 
 CALL = {"query": torch.zeros(1, 2, 3, 4), "key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnppo import plan_microbatches, plan_minibatches
+from fnppo import plan_microbatches, plan_minibatches, plan_shared_microbatches
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(20, 60))
@@ -18,6 +18,29 @@ def test_every_row_once_under_the_cap(lengths, cap):
     # Two groups that fit into one would have been one.
     loads = sorted(sum(lengths[row] for row in group) for group in groups)
     assert len(loads) < 2 or loads[0] + loads[1] > cap
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=20), st.integers(12, 40))
+def test_shared_plans(rows, cap):
+    """Every row once; with the prompt counted once, no group is over the cap."""
+    prompt_lengths = [2 + 2 * prompt for prompt, _ in rows]
+    lengths = [min(p + own, cap) for p, (_, own) in zip(prompt_lengths, rows, strict=True)]
+    groups = plan_shared_microbatches(lengths, [prompt for prompt, _ in rows], prompt_lengths, max_tokens=cap)
+    assert sorted(row for group in groups for row in group) == list(range(len(rows)))
+    for group in groups:
+        prompts = {rows[row][0]: prompt_lengths[row] for row in group}
+        assert sum(prompts.values()) + sum(lengths[row] - prompt_lengths[row] for row in group) <= cap
+    # a prompt whose rows fit together is not split
+    for prompt in {prompt for prompt, _ in rows}:
+        own = [row for row in range(len(rows)) if rows[row][0] == prompt]
+        if prompt_lengths[own[0]] + sum(lengths[row] - prompt_lengths[row] for row in own) <= cap:
+            assert sum(any(row in group for row in own) for group in groups) == 1
+
+
+def test_shared_plans_name_the_row_that_is_over():
+    """E3."""
+    with pytest.raises(ValueError, match="row 1 has 12 tokens, max_tokens is 8"):
+        plan_shared_microbatches([3, 12], ["a", "a"], [2, 2], max_tokens=8)
 
 
 def test_known_plans():

@@ -75,6 +75,8 @@ LAYOUTS = {
     "packed": fnppo.pack_sequences,
     "padded": fnppo.pad_sequences,
     "packed with filler": partial(fnppo.pack_sequences, pad_to=40),
+    "shared prefixes": partial(fnppo.pack_sequences, share_prefixes=True),
+    "shared with filler": partial(fnppo.pack_sequences, share_prefixes=True, pad_to=40),
 }
 TEMPERATURES = st.sampled_from([0.5, 1.0, 1.7])
 
@@ -87,7 +89,7 @@ def test_every_layout_is_the_oracle(family, layout, batch, temperature):
     check_layout(family, batch, temperature, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "padded", "shared prefixes"])
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 @given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
 def test_tied_softcap_sinks_scale_and_bias(family, layout, batch):
@@ -95,13 +97,14 @@ def test_tied_softcap_sinks_scale_and_bias(family, layout, batch):
     check_layout(family, batch, 0.8, LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", ["packed", "shared prefixes"])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
-def test_math_attention(family, batch):
-    check_layout(family, batch, 1.0, fnppo.pack_sequences, (("attention", fnppo.math_attention),))
+def test_math_attention(family, layout, batch):
+    check_layout(family, batch, 1.0, LAYOUTS[layout], (("attention", fnppo.math_attention),))
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "padded", "shared prefixes"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "tied"])
 @given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
 def test_remat_changes_no_bit(family, layout, batch):

@@ -23,7 +23,9 @@ def no_block_mask(monkeypatch):
 
     def leaky(inputs):
         n = inputs.input_ids.numel()
-        return attention.Segments(torch.zeros(1, n).long(), torch.arange(n)[None], torch.tensor([0, n]), (0, n))
+        return attention.Segments(
+            torch.zeros(1, n).long(), torch.arange(n)[None], attention.PackedSegments((n,), (n,), None)
+        )
 
     monkeypatch.setattr("fnppo.policy.segments_of", leaky)
 

@@ -1,5 +1,7 @@
 """Layouts: what is packed where, that both layouts have the same targets, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,6 +68,22 @@ def test_empty_rows_and_rows_of_one():
     assert ones.position_ids.tolist() == [0, 0, 0]
 
 
+def test_shared_prompts():
+    """Two responses to [7, 8], one to [5]: the prompt is there once, and predicts the first token of both."""
+    batch = fnppo.padded_batch([[7, 8], [5], [7, 8]], [[6], [9], [4, 3]])
+    inputs, targets = pack_sequences(batch, share_prefixes=True)
+    assert inputs.input_ids.tolist() == [7, 8, 6, 4, 3, 5, 9]
+    assert inputs.position_ids.tolist() == [0, 1, 2, 2, 3, 0, 1]
+    assert inputs.cu_seqlens.tolist() == [0, 2, 3, 5, 7]
+    assert inputs.parents.tolist() == [-1, 0, 0, -1]
+    assert targets.token_ids.tolist() == [6, 9, 4, 3]
+    assert targets.predictors.tolist() == [1, 5, 1, 3]
+    nothing_shared = pack_sequences(fnppo.padded_batch([[7], [5]], [[6], [9]]), share_prefixes=True)
+    assert nothing_shared.inputs.parents is None
+    padding = batch._replace(input_ids=torch.where(batch.attention_mask, batch.input_ids, torch.arange(3)[:, None]))
+    assert pack_sequences(padding, share_prefixes=True).inputs.input_ids.tolist() == [7, 8, 6, 4, 3, 5, 9]
+
+
 def test_filler_is_a_segment_of_its_own():
     """B11: cu_seqlens ends at the length of the axis, and no filler segment is longer than the longest row."""
     inputs, targets = pack_sequences(fnppo.padded_batch([[5, 5], [7]], [[6], [8]]), pad_to=12)
@@ -97,11 +115,12 @@ def test_prompt_is_read_and_not_learned():
 
 
 @given(padded_batches(vocab_size=9))
-def test_both_layouts_have_the_same_targets(batch):
-    packed, padded = pack_sequences(batch).targets, pad_sequences(batch).targets
-    for name, a, b in zip(packed._fields, packed, padded, strict=True):
-        if name != "predictors":
-            assert_close(a, b, rtol=0, atol=0)
+def test_all_layouts_have_the_same_targets(batch):
+    packed = pack_sequences(batch).targets
+    for other in (pad_sequences(batch).targets, pack_sequences(batch, share_prefixes=True).targets):
+        for name, a, b in zip(packed._fields, packed, other, strict=True):
+            if name != "predictors":
+                assert_close(a, b, rtol=0, atol=0)
     place = packed.rows, packed.columns
     assert torch.equal(packed.token_ids, batch.input_ids[place])
     assert torch.equal(packed.advantages, batch.advantages[place])
@@ -114,7 +133,7 @@ def test_both_layouts_have_the_same_targets(batch):
 
 @given(padded_batches(vocab_size=9), st.integers(0, 5))
 def test_unpack_is_the_inverse_of_packing(batch, extra):
-    for layout in (pack_sequences, pad_sequences):
+    for layout in (pack_sequences, pad_sequences, partial(pack_sequences, share_prefixes=True)):
         targets = layout(batch).targets
         back = fnppo.unpack_targets(targets.advantages, targets, shape=tuple(batch.input_ids.shape), fill=-5.0)
         assert torch.equal(back, torch.where(batch.loss_mask, batch.advantages, -5.0))

@@ -51,7 +51,7 @@ def test_micro_batches_and_layout_do_not_change_an_update(weights, data):
         many = fnppo.update_policy(
             params, OPTIMIZER.init(params), batch, **options,
             max_tokens=data.draw(st.integers(10, 30)),
-            layout=data.draw(st.sampled_from([fnppo.pack_sequences, fnppo.pad_sequences])),
+            layout=data.draw(st.sampled_from([fnppo.packed, fnppo.padded, fnppo.shared])),
         )  # fmt: skip
     # Adam divides by √v, which may be tiny: a difference of 1e-16 in a gradient becomes more in a parameter.
     assert differences(one[0], many[0]) <= 1e-9
@@ -149,7 +149,7 @@ def test_inputs_are_left_alone():
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("layout", [fnppo.pack_sequences, fnppo.pad_sequences])
+@pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, fnppo.shared])
 @given(
     batch=padded_batches(vocab_size=VOCAB, max_rows=5), cap=st.integers(8, 20), temperature=st.sampled_from([0.5, 1.0])
 )

