@@ -1,0 +1,74 @@
+"""The README's example and the scripts in examples/ run as printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def rewards(*command, cwd):
+    out = subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert out.returncode == 0, out.stderr
+    return [float(x) for x in re.findall(r"reward ([\d.]+)", out.stdout)]
+
+
+def test_the_example_in_the_readme_learns(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len([line for line in block.splitlines() if line]) <= 20
+    (tmp_path / "example.py").write_text(block)
+    found = rewards("example.py", cwd=tmp_path)
+    assert len(found) == 20
+    assert found[-1] > found[0] + 2
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_learn(script, tmp_path):
+    found = rewards(str(script), cwd=tmp_path)
+    assert found[-1] > found[0] + 2
+
+
+def test_the_first_example_is_short():
+    assert len((ROOT / "examples" / "01_first_update.py").read_text().splitlines()) < 40
+
+
+def test_every_public_name_that_the_documents_mention_exists():
+    import fnppo
+    from fnppo import checkpoint, rollout, testing
+
+    for name in re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()):
+        if name.endswith(
+            (
+                "_mean",
+                "_sequences",
+                "_logprobs",
+                "_loss",
+                "_advantages",
+                "_policy",
+                "_step",
+                "_checkpoint",
+                "_batch",
+                "_grad",
+            )
+        ):
+            assert any(hasattr(place, name) for place in (fnppo, checkpoint, rollout, testing)), name
+
+
+def test_every_metric_is_in_the_glossary():
+    import torch
+
+    import fnppo
+
+    one = torch.ones(1)
+    index = torch.zeros(1, dtype=torch.long)
+    targets = fnppo.Targets(index, index, index, index, one, -one, one, -one)
+    _, metrics = fnppo.ppo_loss(fnppo.TokenStats(-one, one), targets, kl_coef=0.1, entropy_coef=0.1)
+    glossary = (ROOT / "docs" / "metrics.md").read_text()
+    for name in [*fnppo.summarize(metrics), "grad_norm", "steps"]:
+        assert f"`{name}`" in glossary, name
