@@ -1,16 +1,19 @@
 """fnppo: the policy update of RL for language models, as pure functions over parameter and optimizer-state pytrees.
 
-The files, in the order in which data flows through them: `types`, `packing`, `weights`, `batching`, `attention`,
-`policy`, `logprobs`, `kl`, `losses`, `metrics`, `gradients`, `optim`, `train`; before them `rollout` and `advantages`.
+The files, in the order in which data flows through them: `types`, `checks`, `packing`, `weights`, `batching`,
+`layouts`; `attention`, `attention_interface`, `remat`, `policy`; `head`, `logprobs`; `kl`, `losses`, `metrics`;
+`gradients`, `foreach`, `schedules`, `optim`, `train`. Before them stand `rollout` and `advantages`, after them
+`checkpoint`, beside them `transforms` and `testing`.
 """
 
 from fnppo.advantages import gae_advantages, grpo_advantages
 from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
 from fnppo.batching import plan_microbatches, plan_minibatches, plan_shared_microbatches
 from fnppo.gradients import accumulate_gradients, value_and_grad
+from fnppo.head import LinearHead, chunked_logprobs, logits_to_stats
 from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through
 from fnppo.layouts import Layout, packed, padded, shared
-from fnppo.logprobs import chunked_logprobs, forward_logprobs, logits_to_stats
+from fnppo.logprobs import compute_logprobs, forward_logprobs
 from fnppo.losses import clipped_surrogate, on_policy, ppo_loss
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import (
@@ -35,7 +38,7 @@ from fnppo.packing import (
 )
 from fnppo.policy import Policy, functional_policy
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
-from fnppo.train import compute_logprobs, train_step, update_policy
+from fnppo.train import train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats
 from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequence_sum, token_mean, token_sum
 
@@ -43,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Layout",
+    "LinearHead",
     "Metrics",
     "ModelBatch",
     "Optimizer",

@@ -3,19 +3,19 @@
 import warnings
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
 def grpo_advantages(
-    rewards: Float[Tensor, " batch"], groups: Int[Tensor, " batch"], *, normalize: bool = True, eps: float = 1e-6
+    rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, normalize: bool = True, eps: float = 1e-6
 ) -> Float[Tensor, " batch"]:
     """Reward relative to the other responses of the same prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
         A_i = (r_i - mean of the group) / (std of the group + eps)
 
     Args:
-        rewards: one a response, finite.
+        rewards: one a response, finite; integers and booleans count as float32.
         groups: prompt group of each response; members need not stand together.
         normalize: False leaves out the division (Dr. GRPO, arXiv:2503.20783).
         eps: floor of the standard deviation (with n - 1 in its denominator).
@@ -34,6 +34,8 @@ def grpo_advantages(
     if not bool(rewards.isfinite().all()):
         row = int((~rewards.isfinite()).nonzero()[0])
         raise ValueError(f"row {row}: the reward is {rewards[row].item()}. Mend it or drop the row.")
+    if not rewards.is_floating_point():
+        rewards = rewards.float()  # a mean of integers would be cut off
     if rewards.numel() == 0:
         return rewards.clone()
     group, counts = groups.unique(return_inverse=True, return_counts=True)[1:]
@@ -59,7 +61,7 @@ def grpo_advantages(
 def gae_advantages(
     rewards: Float[Tensor, "batch seq"],
     values: Float[Tensor, "batch seq"],
-    loss_mask: Bool[Tensor, "batch seq"],
+    loss_mask: Shaped[Tensor, "batch seq"],
     *,
     gamma: float | Tensor = 1.0,
     lam: float | Tensor = 1.0,
@@ -86,6 +88,7 @@ def gae_advantages(
         raise ValueError(
             f"shapes differ: rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, loss_mask {tuple(loss_mask.shape)}."
         )
+    loss_mask = loss_mask != 0
     rewards, values = (torch.where(loss_mask, column, 0) for column in (rewards, values))
     next_value = next_advantage = values.new_zeros(values.shape[0])
     advantages: list[Tensor] = []

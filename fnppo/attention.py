@@ -1,4 +1,4 @@
-"""Causal attention within segments: one contract, four backends, registered with transformers' attention interface.
+"""Causal attention within segments: one contract and four backends.
 
 A backend is a function
 
@@ -26,7 +26,7 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fnppo.transforms import inside_forward_mode, inside_transform
+from fnppo.transforms import derivative_order, inside_forward_mode, inside_transform
 from fnppo.types import PackedInputs, PaddedInputs
 
 Attention: TypeAlias = Callable[..., Tensor]
@@ -128,6 +128,7 @@ def sdpa_attention(
 
     SDPA has no softcap and no sinks; segments of models that have them use the explicit formula, one at a time.
     """
+    _require(sdpa_attention, query, key, value, segments)
     special = softcap is not None or sinks is not None
     explicit = partial(_explicit, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
     fused = partial(F.scaled_dot_product_attention, scale=scaling, dropout_p=dropout)
@@ -246,9 +247,13 @@ def _explicit(
 def _why_not(
     backend: Attention, query: Tensor, key: Tensor, value: Tensor, segments: Segments, **asked: Any
 ) -> str | None:
-    """Why `backend` cannot do what is asked; None if it can. SDPA and math can do everything outside a transform."""
-    if backend in (sdpa_attention, math_attention):
+    """Why `backend` cannot do what is asked; None if it can. Math can do everything."""
+    if derivative_order() > 1 or inside_forward_mode():
+        return "inside jvp or a second derivative its kernel has no rule"
+    if backend is sdpa_attention:
         return None
+    if inside_transform():
+        return "torch.func transforms do not know its kernel"
     if segments.packed is None:
         return "the batch is padded, and it needs packed segments: use pack_sequences"
     if query.device.type != "cuda":
@@ -275,7 +280,7 @@ def _require(backend: Attention, query: Tensor, key: Tensor, value: Tensor, segm
     reason = _why_not(backend, query, key, value, segments, **asked)
     if reason is not None:
         raise ValueError(
-            f"{backend.__name__} cannot be used: {reason}. choose_attention or math_attention always works."
+            f"{backend.__name__} cannot be used: {reason}. choose_attention and math_attention always work."
         )
 
 
@@ -308,66 +313,3 @@ def _boundaries(
 def _window(window: int | None) -> tuple[int, int]:
     """The kernels count the tokens to the left of a query; -1 is without limit, and 0 to the right is causal."""
     return (-1 if window is None else window - 1, 0)
-
-
-# --- the door to transformers -----------------------------------------------------------------------------------------
-
-NAME = "fnppo"
-IGNORED = {
-    "position_ids", "position_embeddings", "use_cache", "cache", "cache_position", "past_key_values", "is_causal",
-    "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "output_router_logits",
-    "layer_idx", "token_type_ids", "inputs_embeds", "input_ids",
-}  # fmt: skip
-"""Arguments that models pass along and that say nothing which the segments do not say."""
-
-
-def register() -> None:
-    """Make the attention known to transformers under `NAME`. Its models then build no mask of their own."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, _from_transformers)
-
-
-def _from_transformers(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    attend: Attention | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. `attend` is the backend with the batch's segments in it, and comes as a
-    keyword argument of the model's forward; captured there, it is still right when a layer is run again for its backward.
-    """
-    name = type(module).__name__
-    if attend is None:
-        raise ValueError(
-            f"{name} does not forward keyword arguments to its attention, so it cannot be told where sequences end."
-        )
-    if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
-        raise ValueError(f"{name} is bidirectional; only causal attention defines the probability of the next token.")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"{name} brings a mask of its own, of shape {tuple(attention_mask.shape)}, which would be lost."
-        )
-    unknown = sorted(key for key, given in others.items() if given is not None and key not in IGNORED)
-    if unknown:
-        raise ValueError(f"{name} asks its attention for {', '.join(unknown)}, which no backend has.")
-    output = attend(
-        query,
-        key,
-        value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-    )
-    return rearrange(output, "batch heads tokens dim -> batch tokens heads dim").contiguous(), None

@@ -1,7 +1,7 @@
 """Rows into mini-batches (one optimizer step each) and micro-batches (one forward each, under a token limit)."""
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -49,7 +49,7 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[i
 
 
 def plan_shared_microbatches(
-    lengths: Sequence[int], prompts: Sequence[Hashable], prompt_lengths: Sequence[int], *, max_tokens: int
+    lengths: Sequence[int], groups: Mapping[tuple[int, ...], Sequence[int]], *, max_tokens: int
 ) -> list[list[int]]:
     """`plan_microbatches` for a layout in which rows of one prompt share its tokens: a prompt counts once a group.
 
@@ -58,26 +58,25 @@ def plan_shared_microbatches(
 
     Args:
         lengths: tokens of each row, its prompt included.
-        prompts, prompt_lengths: something that tells the prompt of each row from others, and its tokens.
+        groups: {prompt: its rows}, as `fnppo.prompt_groups(batch)` finds them. Every row is in one of them.
+        max_tokens: the limit, never exceeded.
 
-    >>> plan_shared_microbatches([5, 5, 5, 4], ["a", "a", "a", "b"], [4, 4, 4, 3], max_tokens=7)
+    Returns, raises: as `plan_microbatches`.
+
+    >>> plan_shared_microbatches([5, 5, 5, 4], {(7, 8, 9, 7): [0, 1, 2], (1, 2, 3): [3]}, max_tokens=7)
     [[0, 1, 2], [3]]
     """
-    rows_of: dict[Hashable, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(prompt, []).append(row)
     parts: list[list[int]] = []
     costs: list[int] = []
-    for rows in rows_of.values():
-        shared = prompt_lengths[rows[0]]
-        own = [lengths[row] - shared for row in rows]
+    for prompt, rows in groups.items():
         for row in rows:
             _refuse_over(row, lengths[row], max_tokens)
-        for part in plan_microbatches(own, max_tokens=max(max_tokens - shared, 1)):
+        own = [lengths[row] - len(prompt) for row in rows]
+        for part in plan_microbatches(own, max_tokens=max(max_tokens - len(prompt), 1)):
             parts.append([rows[i] for i in part])
-            costs.append(shared + sum(own[i] for i in part))
-    groups = plan_microbatches(costs, max_tokens=max_tokens)
-    return sorted(sorted(row for part in group for row in parts[part]) for group in groups)
+            costs.append(len(prompt) + sum(own[i] for i in part))
+    plan = plan_microbatches(costs, max_tokens=max_tokens)
+    return sorted(sorted(row for part in group for row in parts[part]) for group in plan)
 
 
 def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, seed: int = 0) -> list[list[int]]:

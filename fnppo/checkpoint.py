@@ -1,7 +1,6 @@
 """Trees of tensors and whole models on disk. A path holds either all that was written or what was there before."""
 
 import contextlib
-import copy
 import os
 import shutil
 import tempfile
@@ -17,9 +16,18 @@ from fnppo.types import Params, PyTree
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: PyTree, *, step: int) -> None:
-    """Write the tensors of `tree` (such as `(params, opt_state)`) and the step to one file, atomically."""
+    """Write the tensors of `tree` (such as `(params, opt_state)`) and the step to one file, atomically.
+
+    Raises:
+        ValueError: `path` is a folder, or two leaves have the same name.
+    """
+    path = Path(path).resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; a checkpoint is one file. Name a file in it.")
     tensors = {_name(p): leaf for p, leaf in zip(optree.tree_paths(tree), optree.tree_leaves(tree), strict=True)}
-    with _replacing(Path(path)) as temporary, open(temporary, "wb") as file:
+    if len(tensors) < len(optree.tree_leaves(tree)):
+        raise ValueError("two leaves of the tree have the same name, since a key holds a slash. Rename the key.")
+    with _replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save({"fnppo_checkpoint": 1, "step": step, "tensors": tensors}, file)
         file.flush()
         os.fsync(file.fileno())
@@ -55,9 +63,17 @@ def load_checkpoint(path: str | os.PathLike[str], like: PyTree) -> tuple[PyTree,
 
 
 def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Policy, tokenizer: Any = None) -> None:
-    """Write a folder that plain transformers loads with `from_pretrained`: config, safetensors and the tokenizer."""
-    model: Any = copy.deepcopy(policy.skeleton)
-    model.set_attn_implementation(policy.sampling_attention)
+    """Write a folder that plain transformers loads with `from_pretrained`: config, safetensors and the tokenizer.
+
+    Other files of a folder that is already there stay in it.
+
+    Raises:
+        ValueError: `params` lacks a parameter, or `path` is a folder with something else than a model in it.
+    """
+    path = Path(path).resolve()
+    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
+        raise ValueError(f"{path} is a folder without config.json: it holds something else than a model. Name another.")
+    model: Any = policy.with_own_attention()
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "quantization_config"):  # a GGUF file was quantized; these parameters are not
             del config.quantization_config
@@ -66,7 +82,7 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
     model.tie_weights()
     if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
         raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
-    with _replacing(Path(path)) as temporary:
+    with _replacing(path) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -77,14 +93,22 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A temporary place beside `path` that takes its place once all is written, and is gone if anything fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    temporary = folder / path.name
+    new, old = folder / path.name, folder / "old"
     try:
-        yield temporary
-        if path.is_dir():
-            path.rename(folder / "old")
-        temporary.replace(path)
+        yield new
+        if path.is_dir():  # a folder cannot be replaced in one step: move it aside, and back if anything goes wrong
+            for kept in path.iterdir():
+                if not (new / kept.name).exists():
+                    (shutil.copytree if kept.is_dir() else shutil.copy2)(kept, new / kept.name)
+            path.rename(old)
+        new.replace(path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if path.exists() or not old.exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name(place: tuple[Any, ...]) -> str:

@@ -1,6 +1,7 @@
 """Every way in which a batch can be malformed, each answered by a `ValueError` that names the row and the way out.
 
-The checks run once, where a batch enters the library (`pack_sequences`, `pad_sequences`). Nothing downstream checks again.
+The checks run wherever a batch enters the library: in the layouts, `compute_logprobs` and `update_policy`. What sees only
+targets checks nothing but shapes.
 """
 
 import torch

@@ -24,5 +24,6 @@ def foreach(name: str, tensors: list[Tensor], *others: Any, **constants: float) 
         operation = getattr(Tensor, name.removesuffix("_"))
         columns = [other if isinstance(other, list) else [other] * len(tensors) for other in others]
         return [operation(*row, **constants) for row in zip(tensors, *columns, strict=True)]
-    changed = getattr(torch, f"_foreach_{name}")(tensors, *others, **constants)
+    with torch.no_grad():  # an update is not part of any graph, also where the parameters ask for gradients
+        changed = getattr(torch, f"_foreach_{name}")(tensors, *others, **constants)
     return tensors if name.endswith("_") else list(changed)

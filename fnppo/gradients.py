@@ -44,7 +44,7 @@ def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
             if loss.requires_grad
             else map(torch.zeros_like, leaves)
         )
-        return (loss.detach(), aux), optree.tree_unflatten(treedef, grads)
+        return (loss.detach(), _detached(aux)), optree.tree_unflatten(treedef, grads)
 
     return run
 
@@ -73,18 +73,30 @@ def accumulate_gradients(
     if inside_transform():
         return _add_up(value_and_grad(loss_fn)(params, batch) for batch in batches)
     aliases = [leaf.detach().requires_grad_() for leaf in leaves]
+    # Sums of half-precision gradients are kept in float32: 256 + 1 is 256 in bfloat16.
+    coarse = [alias for alias in aliases if alias.dtype in (torch.float16, torch.bfloat16)]
+    totals = [torch.zeros_like(alias, dtype=torch.float32) for alias in coarse]
 
     def run(batch: Any) -> tuple[Tensor, Metrics]:
         with torch.enable_grad():
             loss, metrics = loss_fn(optree.tree_unflatten(treedef, aliases), batch)
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=aliases)  # adds into the aliases' .grad, in place
-        detached: Any = optree.tree_map(torch.detach, metrics)  # type: ignore[arg-type]
-        return loss.detach(), detached
+        for total, alias in zip(totals, coarse, strict=True):
+            if alias.grad is not None:
+                total.add_(alias.grad)
+                alias.grad = None
+        return loss.detach(), _detached(metrics)
 
     loss, metrics = _add_up((run(batch), ()) for batch in batches)[0]
+    for total, alias in zip(totals, coarse, strict=True):
+        alias.grad = total.to(alias.dtype)
     grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]
     return (loss, metrics), optree.tree_unflatten(treedef, grads)
+
+
+def _detached(tree: Any) -> Any:
+    return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _add_up(parts: Iterable[tuple[tuple[Tensor, Metrics], PyTree]]) -> tuple[tuple[Tensor, Metrics], PyTree]:

@@ -2,7 +2,7 @@
 
 All give the same numbers. `packed` spends nothing on padding; `shared` also computes a prompt once for all responses to
 it, which is much less work where prompts are long and groups are large; `padded` is there to compare with, and for
-models that cannot read packed sequences.
+models that cannot read packed sequences. The limit of tokens is on real tokens; a padded rectangle may be larger.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,7 @@ def plan_rows(batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
 
 def plan_prompts(batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
     """Rows of one prompt together, its tokens counted once."""
-    prompt_of = {row: prompt for prompt, rows in prompt_groups(batch).items() for row in rows}
-    prompts = [prompt_of[row] for row in range(len(prompt_of))]
-    return plan_shared_microbatches(lengths(batch), prompts, list(map(len, prompts)), max_tokens=max_tokens)
+    return plan_shared_microbatches(lengths(batch), prompt_groups(batch), max_tokens=max_tokens)
 
 
 packed = Layout(plan_rows, pack_sequences)

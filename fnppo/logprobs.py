@@ -1,26 +1,15 @@
-"""Log-probability and entropy of the targets, without ever holding the logits of more than one chunk of them.
-
-    z_t = head(hidden of the target's predictor) / temperature            [vocab]
-    logprob_t = z_t[token_t] - logsumexp(z_t)          entropy_t = - Σ_v p_v log p_v,   p = softmax(z_t)
-
-For 100k targets and a vocabulary of 150k, the logits would be 60 GB in float32. Here the targets pass in chunks; the
-backward computes the logits of each chunk again, turns them into gradients and drops them.
-"""
-
-import math
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+"""Log-probability and entropy of the targets of a batch under a policy, with gradients and without."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from fnppo.checks import check_batch, check_vocabulary
+from fnppo.head import chunked_logprobs
+from fnppo.layouts import Layout, packed
+from fnppo.packing import select_rows, unpack_targets
 from fnppo.policy import Policy
-from fnppo.transforms import inside_forward_mode, inside_transform
-from fnppo.types import ModelBatch, Params, TokenStats
-
-LOGITS_PER_CHUNK = 10_000_000
-"""Default size of a chunk: 40 MB in float32, so that allocators hand it back to the system as a whole."""
+from fnppo.types import ModelBatch, PaddedBatch, Params, TokenStats
 
 
 def forward_logprobs(
@@ -50,312 +39,53 @@ def forward_logprobs(
         ValueError: temperature not above 0, or of a wrong shape; chunk_size below 1.
     """
     hidden = policy.hidden_states(params, batch.inputs)
-    head = policy.head.bind(params)
     return chunked_logprobs(
         hidden.index_select(0, batch.targets.predictors),
         batch.targets.token_ids,
-        weight=head.weight,
-        bias=head.bias,
-        scale=head.scale,
-        softcap=head.softcap,
+        **policy.head.bind(params)._asdict(),
         temperature=temperature,
         entropy=entropy,
         chunk_size=chunk_size,
     )
 
 
-def chunked_logprobs(
-    hidden: Float[Tensor, "targets hidden"],
-    token_ids: Int[Tensor, " targets"],
+@torch.no_grad()
+def compute_logprobs(
+    params: Params,
+    batch: PaddedBatch,
     *,
-    weight: Float[Tensor, "vocab hidden"],
-    bias: Float[Tensor, " vocab"] | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float | Float[Tensor, "..."] = 1.0,
-    entropy: bool = True,
+    policy: Policy,
+    temperature: float,
+    max_tokens: int,
+    entropy: bool = False,
     chunk_size: int | None = None,
+    layout: Layout = packed,
 ) -> TokenStats:
-    """Log-prob and entropy of `token_ids` under a linear head, chunk by chunk.
+    """Log-probs (and entropy) of the learned tokens of a batch, without gradients: for `old_logprobs`, `ref_logprobs`.
 
-    Usable without the rest of the library. Works under `torch.func.grad`, `vjp`, `jvp`, `vmap` and any nesting of them;
-    the memory bound holds for all but `jvp`.
+    Returns:
+        `TokenStats`, [batch, seq], rows in the order of the input, 0 where `loss_mask` is clear.
 
-        logits = cap(scale · (hidden weightᵀ + bias))        cap(x) = softcap · tanh(x / softcap)
-
-    Args:
-        hidden: hidden state of each target's predictor.
-        weight, bias, scale, softcap: the head; the product is computed in the dtype of `hidden`, as the model itself
-            would, and everything after it in float32 or better.
-
-    See `forward_logprobs` for the other arguments and the result.
-
-    >>> stats = chunked_logprobs(torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0]), weight=torch.eye(3))
-    >>> stats.logprobs, stats.entropy
-    (tensor([-0.1698]), tensor([0.5243]))
+    Raises:
+        ValueError: the batch is malformed, a token is outside the vocabulary, a row is over `max_tokens`.
     """
-    targets, vocab = hidden.shape[0], weight.shape[0]
-    if chunk_size is None:
-        chunk_size = max(1, LOGITS_PER_CHUNK // vocab)
-    elif chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; a chunk holds at least 1 target. None chooses a size.")
-    temperature = _per_target(temperature, targets, like=hidden)
-    head = _Head(scale, softcap, entropy)
-    if inside_forward_mode():
-        # Saved tensors of a custom Function lose outer tangents, so nested jvp would be silently wrong.
-        chunks = _chunks(chunk_size, hidden, token_ids, temperature)
-        parts = [_stats(head, h, weight, bias, ids, t) for h, ids, t in chunks]
-        logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-    else:
-        logprobs, entropies = _ChunkedHead.apply(head, chunk_size, hidden, weight, bias, token_ids, temperature)
-    return TokenStats(logprobs, entropies if entropy else None)
-
-
-def logits_to_stats(
-    logits: Float[Tensor, "targets vocab"],
-    token_ids: Int[Tensor, " targets"],
-    *,
-    temperature: float | Float[Tensor, "..."] = 1.0,
-    entropy: bool = True,
-) -> TokenStats:
-    """The definition, for logits that fit into memory: log-softmax of logits / temperature, in float32 or better.
-
-    A logit of -inf is a token of probability 0; it adds 0 to the entropy and gets gradient 0.
-
-    >>> logits_to_stats(torch.tensor([[1.0, 0.0, -torch.inf]]), torch.tensor([0])).entropy
-    tensor([0.5822])
-    """
-    temperature = _per_target(temperature, logits.shape[0], like=logits)
-    logp = _log_softmax(logits, temperature)
-    logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
-    return TokenStats(logprobs, _entropy(logp) if entropy else None)
-
-
-class _Head(NamedTuple):
-    """The constants of a head, and whether the entropy is wanted."""
-
-    scale: float
-    softcap: float | None
-    entropy: bool
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = (hidden @ weight.to(hidden.dtype).T).to(_precise(hidden.dtype))
-        if bias is not None:
-            logits = logits + bias
-        logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def _stats(
-    head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One chunk. The entropy is empty when it is not wanted."""
-    stats = logits_to_stats(head.logits(hidden, weight, bias), token_ids, temperature=temperature, entropy=head.entropy)
-    return stats.logprobs, stats.logprobs.new_empty(0) if stats.entropy is None else stats.entropy
-
-
-class _ChunkedHead(torch.autograd.Function):
-    """`_stats` over chunks, saving only its inputs. The backward computes each chunk again."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        head: _Head, chunk_size: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temp: Tensor
-    ) -> tuple[Tensor, ...]:
-        stats = partial(_stats, head) if inside_transform() else _Workspace(head, hidden, weight, chunk_size).stats
-        parts = [stats(h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.head, ctx.chunk_size = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, temp = ctx.saved_tensors
-        if not ctx.head.entropy:
-            grad_entropy = torch.zeros_like(grad_logprobs)
-        chunks = _chunks(ctx.chunk_size, hidden, ids, temp, grad_logprobs, grad_entropy)
-        if torch.is_grad_enabled():  # somebody may differentiate these gradients in turn
-            gradients = _differentiable_gradients(ctx.head, weight, bias, chunks)
-        else:
-            workspace = _Workspace(ctx.head, hidden, weight, ctx.chunk_size)
-            gradients = _fast_gradients(workspace, weight, bias, chunks, wanted=ctx.needs_input_grad[2:5])
-        return (None, None, *gradients, None, None)
-
-
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""With respect to hidden, weight and bias."""
-
-
-def _differentiable_gradients(
-    head: _Head, weight: Tensor, bias: Tensor | None, chunks: list[tuple[Tensor, ...]]
-) -> Gradients:
-    """Gradients by autograd through the definition, chunk by chunk, which any outer transform can follow."""
-    shared = (weight,) if bias is None else (weight, bias)
-    grad_hidden: list[Tensor] = []
-    totals = [torch.zeros_like(parameter) for parameter in shared]
-    for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
-
-        def chunk(
-            hidden: Tensor, weight: Tensor, bias: Tensor | None = None, ids: Tensor = ids, temp: Tensor = temp
-        ) -> tuple[Tensor, Tensor]:
-            return _stats(head, hidden, weight, bias, ids, temp)
-
-        cotangents = (grad_logprobs, grad_entropy if head.entropy else grad_entropy.new_empty(0))
-        grads = torch.func.vjp(chunk, hidden, *shared)[1](cotangents)
-        grad_hidden.append(grads[0])
-        totals = [total + grad for total, grad in zip(totals, grads[1:], strict=True)]
-    return torch.cat(grad_hidden), totals[0], None if bias is None else totals[1]
-
-
-def _fast_gradients(
-    workspace: "_Workspace",
-    weight: Tensor,
-    bias: Tensor | None,
-    chunks: list[tuple[Tensor, ...]],
-    *,
-    wanted: tuple[bool, bool, bool],
-) -> Gradients:
-    """The same by formula, in the buffers of the workspace. Sums over chunks are kept in float32 or better."""
-    want_hidden, want_weight, want_bias = wanted
-    grad_hidden: list[Tensor] = []
-    grad_weight = torch.zeros_like(weight, dtype=_precise(weight.dtype)) if want_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=_precise(bias.dtype)) if want_bias and bias is not None else None
-    for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
-        grad = workspace.logit_gradients(hidden, weight, bias, ids, temp, grad_logprobs, grad_entropy)
-        if grad_bias is not None:
-            grad_bias += grad.sum(0)
-        grad = grad.to(hidden.dtype)
-        if want_hidden:
-            grad_hidden.append(grad @ weight.to(hidden.dtype))
-        if grad_weight is not None and grad_weight.dtype == grad.dtype:
-            grad_weight.addmm_(grad.T, hidden)
-        elif grad_weight is not None:
-            grad_weight += grad.T @ hidden
-    return (
-        torch.cat(grad_hidden) if want_hidden else None,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-    )
-
-
-class _Workspace:
-    """Buffers of one chunk of logits, which all chunks use in turn.
-
-    Made anew for each chunk they would cost more than the arithmetic: the system clears every page that it hands out,
-    and blocks of this size, freed and made again, scatter over the heap until it holds many chunks.
-    """
-
-    def __init__(self, head: _Head, hidden: Tensor, weight: Tensor, chunk_size: int) -> None:
-        self.head = head
-        rows = min(chunk_size, hidden.shape[0])
-        count = 2 if head.softcap is None else 3
-        self.buffers = [
-            torch.empty(rows, weight.shape[0], dtype=_precise(hidden.dtype), device=hidden.device) for _ in range(count)
-        ]
-
-    def stats(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`_stats` without gradients."""
-        p, logp = self.softmax(hidden, weight, bias, temperature)
-        logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
-        return logprobs, _negative_entropy(p, logp).neg_() if self.head.entropy else logprobs.new_empty(0)
-
-    def softmax(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(p, log p) of the chunk, both in buffers."""
-        x, logp, *capped = (buffer[: hidden.shape[0]] for buffer in self.buffers)
-        if x.dtype == hidden.dtype:
-            torch.mm(hidden, weight.to(hidden.dtype).T, out=x)
-        else:
-            x.copy_(hidden @ weight.to(hidden.dtype).T)
-        if bias is not None:
-            x.add_(bias)
-        if self.head.scale != 1.0:
-            x.mul_(self.head.scale)
-        if self.head.softcap is not None:
-            x.div_(self.head.softcap).tanh_()
-            capped[0].copy_(x)
-            x.mul_(self.head.softcap)
-        x.div_(temperature[:, None])
-        torch.ops.aten._log_softmax.out(x, -1, False, out=logp)
-        return torch.exp(logp, out=x), logp
-
-    def logit_gradients(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        temperature: Tensor,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor,
-    ) -> Tensor:
-        """Gradient of the loss in x = hidden weightᵀ + bias, in a buffer.
-
-        With z = cap(scale · x) / T, p = softmax(z), H = -Σ p log p:
-
-            ∂logprob/∂z_v = 1[v = token] - p_v        ∂H/∂z_v = -p_v (log p_v + H)
-            ∂z_v/∂x_v = scale / T · (1 - tanh²)
-        """
-        p, logp = self.softmax(hidden, weight, bias, temperature)
-        if self.head.entropy:
-            neg_entropy = _negative_entropy(p, logp)
-            grad = logp.mul_(grad_entropy[:, None]).add_((grad_logprobs - grad_entropy * neg_entropy)[:, None])
-            grad.mul_(p).neg_()
-        else:
-            grad = p.mul_(-grad_logprobs[:, None])
-        grad.scatter_add_(-1, token_ids[:, None], grad_logprobs[:, None])
-        grad.mul_((self.head.scale / temperature)[:, None])
-        if self.head.softcap is not None:
-            tanh = self.buffers[2][: hidden.shape[0]]
-            grad.mul_(tanh.square_().neg_().add_(1))
-        return grad
-
-
-def _negative_entropy(p: Tensor, logp: Tensor) -> Tensor:
-    """Σ p log p. Clamps `logp` in place: 0 · -inf is NaN, 0 · (a finite number) is 0."""
-    return torch.linalg.vecdot(p, logp.clamp_(min=torch.finfo(logp.dtype).min))
-
-
-def _chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:
-    """Slices of `size` targets; one empty slice when there is no target."""
-    return list(zip(*(column.split(size) for column in columns), strict=True))
-
-
-def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    return torch.log_softmax(logits.to(_precise(logits.dtype)) / temperature[:, None], dim=-1)
-
-
-def _entropy(logp: Tensor) -> Tensor:
-    """-Σ p log p with 0 log 0 = 0, in value and gradient: both factors are chosen before they meet."""
-    possible = logp > -math.inf
-    return -(logp.exp() * torch.where(possible, logp, 0)).sum(-1)
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> Tensor:
-    """[targets], checked: above 0 where its value can be seen, and not to be differentiated."""
-    if isinstance(temperature, Tensor):
-        if temperature.requires_grad:
-            raise ValueError("temperature requires a gradient, and none flows to it. Pass temperature.detach().")
-        if temperature.shape not in ((), (targets,)):
-            raise ValueError(
-                f"temperature has shape {tuple(temperature.shape)}; it is a number or one a target: ({targets},)."
-            )
-        if not inside_transform() and not bool((temperature > 0).all()):
-            raise ValueError(
-                f"temperature is {temperature.min().item()}; it must be above 0. For greedy samples, use 1."
-            )
-        return temperature.to(like.device, _precise(like.dtype)).expand(targets)
-    if not temperature > 0 or math.isinf(temperature):
-        raise ValueError(f"temperature is {temperature}; it must be a number above 0. For greedy samples, use 1.")
-    return torch.full((targets,), float(temperature), dtype=_precise(like.dtype), device=like.device)
+    batch = check_batch(batch)
+    check_vocabulary(batch, policy.vocab_size)
+    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
+    rectangles: list[torch.Tensor] = []
+    for rows in layout.plan(batch, max_tokens):
+        micro_batch = layout.lay(select_rows(batch, rows))
+        stats = forward_logprobs(
+            params, micro_batch, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
+        )
+        back = micro_batch.targets._replace(
+            rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
+        )
+        columns = [column for column in stats if column is not None]
+        if not rectangles:
+            rectangles = [column.new_zeros(shape) for column in columns]
+        for rectangle, column in zip(rectangles, columns, strict=True):
+            rectangle += unpack_targets(column, back, shape=shape)
+    if not rectangles:
+        rectangles = [torch.zeros(shape, device=batch.input_ids.device) for _ in range(1 + entropy)]
+    return TokenStats(*rectangles)

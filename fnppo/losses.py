@@ -115,17 +115,22 @@ def clipped_surrogate(
             raise ValueError(f"{name} is {clip}; it is a distance from ratio 1 and cannot be negative.")
     if dual_clip is not None and not isinstance(dual_clip, Tensor) and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; it bounds a ratio and must be above 1. None turns it off.")
-    ratio = logratio.exp()
-    clipped = ratio.clamp(min=1 - clip_low).clamp(max=1 + clip_high)
-    surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
-    with torch.no_grad():
-        clips = {
-            "clip_low": (advantages < 0) & (ratio < 1 - clip_low),
-            "clip_high": (advantages > 0) & (ratio > 1 + clip_high),
-        }
+    ratio = logratio.detach().exp()
+    clips = {
+        "clip_low": (advantages < 0) & (ratio < 1 - clip_low),
+        "clip_high": (advantages > 0) & (ratio > 1 + clip_high),
+    }
     if dual_clip is not None:
-        surrogate = torch.where(advantages < 0, torch.minimum(surrogate, -advantages * dual_clip), surrogate)
         clips["dual_clip"] = (advantages < 0) & (ratio > dual_clip)
+    # A ratio that no gradient comes from is left out before the exp: 0 · inf would be NaN.
+    unread = (advantages == 0) & ratio.isinf()
+    for clip in clips.values():
+        unread = unread | clip
+    surrogate = -advantages * torch.where(unread, 0, logratio).exp()
+    surrogate = torch.where(clips["clip_low"], -advantages * (1 - clip_low), surrogate)
+    surrogate = torch.where(clips["clip_high"], -advantages * (1 + clip_high), surrogate)
+    if dual_clip is not None:
+        surrogate = torch.where(clips["dual_clip"], -advantages * dual_clip, surrogate)
     return surrogate, {name: clip.to(ratio.dtype) for name, clip in clips.items()}
 
 

@@ -7,6 +7,7 @@ totals       counts (tokens, rows): not divided
 minima, maxima
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,6 @@ def summarize(metrics: Metrics) -> dict[str, float]:
     return summary | {name: float(value) for name, value in metrics.totals.items()}
 
 
-def _combine(a: dict[str, Tensor], b: dict[str, Tensor], how) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+def _combine(a: dict[str, Tensor], b: dict[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     both = {name: how(a[name], b[name]) for name in a.keys() & b.keys()}
     return {name: both[name] if name in both else (a | b)[name] for name in a | b}

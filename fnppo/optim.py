@@ -47,7 +47,8 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
     {'w': tensor(0.7500)}
     """
     leaves, treedef = optree.tree_flatten(params)
-    return optree.tree_unflatten(treedef, foreach("add_" if donate else "add", leaves, _leaves_like(treedef, updates)))
+    changed = foreach("add_" if donate else "add", leaves, _leaves_like(treedef, updates))
+    return treedef.unflatten(new.to(old.dtype) for new, old in zip(changed, leaves, strict=True))
 
 
 class AdamWState(NamedTuple):
@@ -75,6 +76,11 @@ def adamw(
         learning_rate: a number, or a schedule: number of steps taken so far -> rate.
         b1, b2, eps, weight_decay: as in `torch.optim.AdamW`, which takes the same steps.
 
+    Moments have the dtype of the parameters. In bfloat16 small updates are rounded away: keep parameters in float32.
+
+    Raises:
+        ValueError: eps is 0 in the dtype of a parameter, or the trees of gradients and parameters differ.
+
     >>> optimizer, params = adamw(0.1, weight_decay=0.0), {"w": torch.tensor([1.0, -2.0])}
     >>> updates, state = optimizer.update({"w": torch.tensor([3.0, -5.0])}, optimizer.init(params), params)
     >>> updates["w"], state.step
@@ -82,6 +88,12 @@ def adamw(
     """
 
     def init(params: PyTree) -> AdamWState:
+        for leaf in optree.tree_leaves(params):
+            if eps and torch.tensor(eps, dtype=leaf.dtype) == 0:
+                raise ValueError(
+                    f"eps = {eps} is 0 in {leaf.dtype}, so a gradient of 0 would give NaN. Keep the parameters in float32, or "
+                    "raise eps."
+                )
         return AdamWState(_no_steps(params), *(optree.tree_map(torch.zeros_like, params) for _ in range(2)))
 
     def update(grads: PyTree, state: AdamWState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, AdamWState]:
@@ -188,16 +200,18 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     def update(grads: PyTree, state: SkipState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SkipState]:
         finite = all_finite(grads)
-        # p + -0.0 is p to the bit for every p; p + 0.0 would turn -0.0 into 0.0
-        nothing = optree.tree_map(lambda grad: torch.full_like(grad, -0.0), grads)
+
+        def nothing() -> PyTree:  # p + -0.0 is p to the bit for every p; p + 0.0 would turn -0.0 into 0.0
+            return optree.tree_map(lambda grad: torch.full_like(grad, -0.0), grads)
+
         if not inside_transform():
             if not bool(finite):
-                return nothing, SkipState(state.skipped + 1, state.inner)
+                return nothing(), SkipState(state.skipped + 1, state.inner)
             updates, inner = optimizer.update(grads, state.inner, params, donate=donate)
             return updates, SkipState(state.skipped, inner)
         updates, inner = optimizer.update(grads, state.inner, params)
         keep: Any = lambda new, old: torch.where(finite, new, old)  # noqa: E731
-        return optree.tree_map(keep, updates, nothing), SkipState(
+        return optree.tree_map(keep, updates, nothing()), SkipState(
             state.skipped + (~finite).long(), optree.tree_map(keep, inner, state.inner)
         )
 
@@ -219,7 +233,8 @@ def global_norm(tree: PyTree) -> Float[Tensor, ""]:
 
 def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
     """True where no entry of no leaf is infinite or NaN."""
-    return torch.stack([leaf.isfinite().all() for leaf in optree.tree_leaves(tree)]).all()
+    finite = [leaf.isfinite().all() for leaf in optree.tree_leaves(tree)]
+    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
 
 
 def _leaves_like(treedef: optree.PyTreeSpec, tree: PyTree) -> list[Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from fnppo.checks import FLOAT_COLUMNS, check_batch
@@ -123,14 +123,26 @@ def unpack_targets(
     return rectangle.index_put((targets.rows, targets.columns), values)
 
 
-def select_rows(batch: PaddedBatch, rows: Sequence[int] | Int[Tensor, " selected"]) -> PaddedBatch:
-    """The batch of the given rows, in the given order, with every column.
+def select_rows(batch: PaddedBatch, rows: Sequence[int] | Shaped[Tensor, " selected"]) -> PaddedBatch:
+    """The batch of the given rows, in the given order, with every column. A boolean mask of rows selects, too.
+
+    Raises:
+        ValueError: a row is not in the batch, or the mask has another length.
 
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
     >>> select_rows(batch, [1]).input_ids
     tensor([[7, 8, 9]])
     """
-    index = torch.as_tensor(rows, dtype=torch.long, device=batch.input_ids.device)
+    index = torch.as_tensor(rows, device=batch.input_ids.device)
+    if index.dtype == torch.bool:
+        if index.shape != batch.input_ids.shape[:1]:
+            raise ValueError(
+                f"a mask of rows has shape {tuple(index.shape)}; the batch has {batch.input_ids.shape[0]} rows."
+            )
+        index = index.nonzero()[:, 0]
+    if index.is_floating_point() and index.numel():
+        raise ValueError(f"rows have dtype {index.dtype}; give row numbers or a mask of booleans.")
+    index = index.long()
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < batch.input_ids.shape[0]):
         raise ValueError(f"rows {index.tolist()} are not all in a batch of {batch.input_ids.shape[0]} rows.")
     pick = {name: column[index] for name, column in batch._asdict().items() if isinstance(column, Tensor)}

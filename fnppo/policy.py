@@ -7,7 +7,6 @@ a silent use of the module's own weights, and the module that the caller holds i
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,16 +15,18 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
-from fnppo import attention as attention_module
+from fnppo import attention_interface
 from fnppo.attention import Attention, choose_attention, segments_of
-from fnppo.transforms import inside_transform
+from fnppo.head import LinearHead
+from fnppo.remat import rematerialize
+from fnppo.seeding import seeded
+from fnppo.transforms import forward_order, inside_transform
 from fnppo.types import PackedInputs, PaddedInputs, Params
 
 
 def functional_policy(
-    module: nn.Module,
+    module: Any,
     *,
     attention: Attention = choose_attention,
     remat: bool = False,
@@ -40,8 +41,9 @@ def functional_policy(
         remat: recompute each layer in the backward (gradient checkpointing), so that memory grows with one layer's
             activations and not with all of them. The numbers stay the same.
         train: run the module in training mode. False turns dropout off.
-        dropout_seed: where training mode has dropout, the seed from which each forward draws it. The same seed gives
-            the same masks; pass another one each step (`policy.with_dropout_seed`).
+        dropout_seed: where training mode has dropout, the seed from which each forward draws it. The same seed and the
+            same batch give the same masks; pass another seed each step (`policy.with_dropout_seed`). Masks depend on
+            the layout and on the split into micro-batches, so with dropout these do change the numbers.
 
     Returns:
         The policy, and its parameters, which share memory with the module's. Tied weights are in it once.
@@ -57,18 +59,18 @@ def functional_policy(
     ('lm_head.weight', torch.Size([11, 8]))
     """
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    skeleton = _skeleton(module).train(train)
-    if train and dropout_seed is None and (where := _dropout(skeleton)):
+    policy = Policy(
+        _skeleton(module).eval(), _describe_head(module), attention, None, module.config._attn_implementation
+    )
+    _check_against(module, policy, params)
+    policy = dataclasses.replace(policy, skeleton=_skeleton(module).train(train), dropout_seed=dropout_seed)
+    if train and dropout_seed is None and _is_random(policy, params):
         raise ValueError(
-            f"{type(module).__name__} has dropout in training mode ({where}), and old and new log-probs would differ by "
-            "chance. Pass dropout_seed, or leave train=False."
+            f"{type(module).__name__} is random in training mode (dropout, layer drop or jitter), so old and new log-probs "
+            "would differ by chance. Pass dropout_seed, or leave train=False."
         )
     if remat:
-        _rematerialize(skeleton)
-    own_attention = str(module.config._attn_implementation)  # type: ignore[union-attr]
-    policy = Policy(skeleton, _describe_head(module), attention, dropout_seed, own_attention)
-    # Whether the description is right has nothing to do with remat and dropout.
-    _check_against(module, dataclasses.replace(policy, skeleton=_skeleton(module).eval(), dropout_seed=None), params)
+        rematerialize(policy.skeleton)
     return policy, params
 
 
@@ -85,6 +87,10 @@ class Policy:
 
     def hidden_states(self, params: Params, inputs: PackedInputs | PaddedInputs) -> Float[Tensor, "tokens hidden"]:
         """Last hidden state of every position, after the final norm; padded inputs come out flattened, row by row."""
+        if forward_order() > 1 and any(isinstance(child, nn.LayerNorm) for child in self.skeleton.modules()):
+            raise ValueError(
+                "jvp of jvp through torch's layer_norm is silently wrong. Take the second derivative with jvp of grad."
+            )
         add_batch = slice(None) if isinstance(inputs, PaddedInputs) else None
         arguments = {
             "input_ids": inputs.input_ids[add_batch],
@@ -97,13 +103,17 @@ class Policy:
         own = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
         if missing := sorted(dict(backbone.named_parameters()).keys() - own.keys()):
             raise ValueError(f"params lacks {prefix}{missing[0]}. Give the whole tree that functional_policy returned.")
+        if not inside_transform() and int(inputs.input_ids.max()) >= self.vocab_size:
+            raise ValueError(
+                f"input_ids holds {int(inputs.input_ids.max())}, but the model's vocabulary has {self.vocab_size} entries. "
+                "Check that tokenizer and model belong together."
+            )
         device = inputs.input_ids.device
         own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
         if self.dropout_seed is None:
             hidden = functional_call(backbone, own, kwargs=arguments).last_hidden_state
         else:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(self.dropout_seed)
+            with seeded(self.dropout_seed, device):
                 hidden = functional_call(backbone, own, kwargs=arguments).last_hidden_state
         return rearrange(hidden, "batch seq hidden -> (batch seq) hidden")
 
@@ -116,6 +126,12 @@ class Policy:
         """Number of logits."""
         return int(self.skeleton.get_parameter(self.head.weight).shape[0])
 
+    def with_own_attention(self) -> nn.Module:
+        """The architecture with transformers' own attention, in evaluation mode: to sample with a cache, to compare."""
+        model: Any = copy.deepcopy(self.skeleton).eval()
+        model.set_attn_implementation(self.sampling_attention)
+        return model
+
 
 class Head(NamedTuple):
     """logits = cap(scale · (hidden weightᵀ + bias)), cap(x) = softcap · tanh(x / softcap): the names of its parameters."""
@@ -125,25 +141,11 @@ class Head(NamedTuple):
     scale: float
     softcap: float | None
 
-    def bind(self, params: Params) -> "BoundHead":
+    def bind(self, params: Params) -> LinearHead:
         """The head with its tensors."""
         if missing := [name for name in (self.weight, self.bias) if name is not None and name not in params]:
             raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
-        return BoundHead(params[self.weight], params[self.bias] if self.bias else None, self.scale, self.softcap)
-
-
-class BoundHead(NamedTuple):
-    """A `Head` with tensors in the place of names."""
-
-    weight: Float[Tensor, "vocab hidden"]
-    bias: Float[Tensor, " vocab"] | None
-    scale: float
-    softcap: float | None
-
-    def logits(self, hidden: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens vocab"]:
-        """All logits at once, for small inputs."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return LinearHead(params[self.weight], params[self.bias] if self.bias else None, self.scale, self.softcap)
 
 
 def _attend(backend: Attention, segments: Any, *arguments: Any, **asked: Any) -> Tensor:
@@ -155,17 +157,22 @@ def _skeleton(module: nn.Module) -> nn.Module:
     """A copy of the module whose parameters are on the meta device, and whose attention is ours."""
     if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
         raise ValueError(f"{type(module).__name__} is no causal LM from transformers: it has no output embeddings.")
-    attention_module.register()
+    attention_interface.register()
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
     skeleton: Any = copy.deepcopy(module, memo)
     skeleton.config = copy.deepcopy(skeleton.config)
-    skeleton.set_attn_implementation(attention_module.NAME)
-    if skeleton.config._attn_implementation != attention_module.NAME:
+    skeleton.set_attn_implementation(attention_interface.NAME)
+    if skeleton.config._attn_implementation != attention_interface.NAME:
         raise ValueError(
             f"{type(module).__name__} does not take its attention from transformers' attention interface, so sequences "
             "cannot be kept apart in it."
         )
     kinds = set(getattr(skeleton.config.get_text_config(), "layer_types", None) or [])
+    if rope := sorted(_rope_types(skeleton) & {"dynamic", "longrope"}):
+        raise ValueError(
+            f"{type(module).__name__} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
+            "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
+        )
     if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ValueError(
             f"{type(module).__name__} has layers of type {', '.join(strange)}, which are not supported yet."
@@ -173,22 +180,35 @@ def _skeleton(module: nn.Module) -> nn.Module:
     return skeleton
 
 
+def _rope_types(module: nn.Module) -> set[str]:
+    """Kinds of rotary embeddings; some models have one a layer type."""
+    kinds = [getattr(child, "rope_type", None) or {} for child in module.modules()]
+    return {kind for found in kinds for kind in ([found] if isinstance(found, str) else found.values())}
+
+
 def _backbone(module: Any) -> tuple[str, nn.Module]:
     """The model below the head, and the prefix of its parameters' names."""
     prefix = module.base_model_prefix
-    return f"{prefix}.", getattr(module, prefix)
+    backbone = getattr(module, prefix, None)
+    if not isinstance(backbone, nn.Module):
+        raise ValueError(f"{type(module).__name__} has no backbone under its head, and is not supported.")
+    return f"{prefix}.", backbone
 
 
-def _dropout(module: nn.Module) -> str | None:
-    """The first place with dropout, in words."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            return f"{name}: p = {child.p}"
-        for attribute in ("attention_dropout", "dropout"):
-            p = getattr(child, attribute, 0.0)
-            if isinstance(p, float) and p > 0:
-                return f"{name}.{attribute} = {p}"
-    return None
+def _is_random(policy: "Policy", params: Params) -> bool:
+    """Whether a forward draws random numbers: dropout, layer drop, router jitter."""
+    device = next(iter(params.values())).device
+    if device.type == "meta":
+        return False
+    inputs = _packed(torch.arange(8, device=device) % policy.vocab_size)
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    with torch.no_grad(), seeded(0, device):
+        before = [generator.get_state() for generator in generators]
+        policy.hidden_states(params, inputs)
+        after = [generator.get_state() for generator in generators]
+    return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def _describe_head(module: Any) -> Head:
@@ -221,18 +241,17 @@ def _check_against(module: Any, policy: Policy, params: Params) -> None:
         hidden = policy.hidden_states(params, _packed(first, second))
         moved = policy.hidden_states(params, _packed(other, second))
         logits = policy.head.bind(params).logits(hidden)
-        training = module.training
-        module.eval()
-        try:
-            expected = torch.cat([module(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)])
-        finally:
-            module.train(training)
-    if (moved[first.numel() :] - hidden[first.numel() :]).abs().max() > 16 * torch.finfo(
-        hidden.dtype
-    ).eps * hidden.abs().max():
+        own = policy.with_own_attention()
+        alone = [
+            functional_call(own, params, kwargs={"input_ids": ids[None], "use_cache": False}) for ids in (first, second)
+        ]
+        expected = torch.cat([output.logits[0] for output in alone])
+    eps = max(torch.finfo(hidden.dtype).eps, torch.finfo(torch.float32).eps)  # models keep parts in float32
+    leak = (moved[first.numel() :] - hidden[first.numel() :]).abs().max()
+    if leak > 16 * eps * hidden.abs().max():
         raise ValueError(f"{name} lets sequences of a packed batch see each other. It cannot be used packed.")
     error = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
-    tolerance = 1e-4 if torch.finfo(hidden.dtype).eps < 1e-6 else 32 * torch.finfo(hidden.dtype).eps
+    tolerance = 1e-4 if eps < 1e-6 else 32 * eps
     if not error <= tolerance:
         raise ValueError(
             f"{name}: packed logits differ from the model's own by {error:.1e} of the largest (limit {tolerance:.0e}). "
@@ -248,41 +267,3 @@ def _packed(*sequences: Int[Tensor, " _"]) -> PackedInputs:
     counts = torch.tensor([0] + [ids.numel() for ids in sequences], device=sequences[0].device)
     positions = torch.cat([torch.arange(ids.numel(), device=ids.device) for ids in sequences])
     return PackedInputs(torch.cat(sequences), positions, counts.cumsum(0).to(torch.int32))
-
-
-def _rematerialize(skeleton: nn.Module) -> None:
-    """Give each layer a forward that saves its inputs only, and runs again when its gradient is asked for.
-
-    `functional_call` has put the module's own weights back by then, so the layer's current parameters are captured when
-    it first runs and put in place for the second run. Under a torch.func transform, which knows no recomputation, the
-    layer runs as it is: only the memory differs.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [child for child in skeleton.modules() if isinstance(child, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"{type(skeleton).__name__} has no layers that can be recomputed. Use remat=False.")
-    for layer in layers:
-        layer.forward = partial(_recomputed, _Layer(layer, layer.forward))
-
-
-def _recomputed(runner: "_Layer", *args: Any, **kwargs: Any) -> Any:
-    if inside_transform() or not torch.is_grad_enabled():
-        return runner(*args, **kwargs)
-    current = dict(runner.named_parameters(remove_duplicate=False)) | dict(runner.named_buffers())
-
-    def run(current: Params, *args: Any) -> Any:
-        return functional_call(runner, current, args, kwargs)
-
-    return checkpoint(run, current, *args, use_reentrant=False)
-
-
-class _Layer(nn.Module):
-    """A layer under its original forward, for `functional_call`."""
-
-    def __init__(self, layer: nn.Module, original: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self.original = layer, original
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs)

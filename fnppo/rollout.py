@@ -3,7 +3,6 @@
 For trainers that sample elsewhere (vLLM, SGLang), `fnppo.padded_batch` makes the same `PaddedBatch` from lists.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fnppo.policy import Policy
+from fnppo.seeding import seeded
 from fnppo.types import PaddedBatch, Params
 
 
@@ -74,8 +74,7 @@ def generate(
 
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     recorder = _Recorder(temperature)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with seeded(seed, device):
         sequences = functional_call(
             _Sampler(policy),
             {f"model.{name}": value for name, value in params.items()},
@@ -109,8 +108,7 @@ class _Sampler(nn.Module):
         super().__init__()
         from transformers import GenerationConfig
 
-        model: Any = copy.deepcopy(policy.skeleton).eval()
-        model.set_attn_implementation(policy.sampling_attention)
+        model: Any = policy.with_own_attention()
         model.generation_config = GenerationConfig()  # the model's own would bring top-k, top-p and penalties
         self.model = model
 

@@ -1,20 +1,18 @@
 """The update itself: one optimizer step, and the epochs × mini-batches × micro-batches around it."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from fnppo.batching import plan_minibatches
-from fnppo.checks import check_batch, check_vocabulary
+from fnppo.checks import check_batch
 from fnppo.gradients import LossFn, accumulate_gradients
 from fnppo.layouts import Layout, packed
-from fnppo.logprobs import forward_logprobs
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import Optimizer, State, apply_updates, global_norm
-from fnppo.packing import select_rows, unpack_targets
-from fnppo.policy import Policy
-from fnppo.types import ModelBatch, PaddedBatch, Params, PyTree, TokenStats
+from fnppo.packing import select_rows
+from fnppo.types import PaddedBatch, PyTree
 from fnppo.weights import token_mean
 
 Weights: TypeAlias = Callable[[PaddedBatch], PaddedBatch]
@@ -23,7 +21,7 @@ Weights: TypeAlias = Callable[[PaddedBatch], PaddedBatch]
 def train_step(
     params: PyTree,
     opt_state: State,
-    batches: Iterable[ModelBatch],
+    batches: Iterable[Any],
     *,
     loss_fn: LossFn,
     optimizer: Optimizer,
@@ -111,42 +109,3 @@ def update_policy(
         )
         total = merge_metrics(total, metrics)
     return params, opt_state, summarize(total)
-
-
-@torch.no_grad()
-def compute_logprobs(
-    params: Params,
-    batch: PaddedBatch,
-    *,
-    policy: Policy,
-    temperature: float,
-    max_tokens: int,
-    entropy: bool = False,
-    layout: Layout = packed,
-) -> TokenStats:
-    """Log-probs (and entropy) of the learned tokens of a batch, without gradients: for `old_logprobs`, `ref_logprobs`.
-
-    Returns:
-        `TokenStats`, [batch, seq], rows in the order of the input, 0 where `loss_mask` is clear.
-
-    Raises:
-        ValueError: the batch is malformed, a token is outside the vocabulary, a row is over `max_tokens`.
-    """
-    batch = check_batch(batch)
-    check_vocabulary(batch, policy.vocab_size)
-    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
-    rectangles: list[torch.Tensor] = []
-    for rows in layout.plan(batch, max_tokens):
-        micro_batch = layout.lay(select_rows(batch, rows))
-        stats = forward_logprobs(params, micro_batch, policy=policy, temperature=temperature, entropy=entropy)
-        back = micro_batch.targets._replace(
-            rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
-        )
-        columns = [column for column in stats if column is not None]
-        if not rectangles:
-            rectangles = [column.new_zeros(shape) for column in columns]
-        for rectangle, column in zip(rectangles, columns, strict=True):
-            rectangle += unpack_targets(column, back, shape=shape)
-    if not rectangles:
-        rectangles = [torch.zeros(shape, device=batch.input_ids.device) for _ in range(1 + entropy)]
-    return TokenStats(*rectangles)

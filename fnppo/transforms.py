@@ -1,4 +1,4 @@
-"""Two questions about where the code runs: inside a torch.func transform, and in forward mode.
+"""Questions about where the code runs: inside a torch.func transform, in forward mode, under how many derivatives.
 
 Some fast kernels know neither. The attention and the head ask here and then take a form that every transform understands.
 """
@@ -16,6 +16,25 @@ def inside_transform() -> bool:
     tensor([1., 1.])
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def derivative_order() -> int:
+    """How many derivatives are being taken by the torch.func transforms around the code.
+
+    >>> torch.func.grad(torch.func.grad(lambda x: x**2 * derivative_order()))(torch.tensor(1.0))
+    tensor(4.)
+    """
+    return _count("Grad") + forward_order()
+
+
+def forward_order() -> int:
+    """How many of them are `torch.func.jvp`."""
+    return _count("Jvp")
+
+
+def _count(kind: str) -> int:
+    wanted = getattr(torch._C._functorch.TransformType, kind)
+    return sum(interpreter.key() == wanted for interpreter in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def inside_forward_mode() -> bool:

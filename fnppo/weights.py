@@ -7,7 +7,7 @@ packing, micro-batches and ranks only ever add, and every split gives the same l
 
 Each function here returns the batch with `loss_weights` filled in. Places where `loss_mask` is clear get weight 0; a
 batch without any learned token gets all zeros, hence loss 0 and gradient 0. "Sequences" are the rows with at least one
-learned token: what a mask or a filter has removed is in no divisor.
+learned token: what a mask or a filter has removed is in no divisor. Weights are float32, or float64 like the advantages.
 """
 
 import torch
@@ -93,7 +93,8 @@ def group_token_mean(batch: PaddedBatch) -> PaddedBatch:
 
 def _mask(batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
     mask: Bool[Tensor, "batch seq"] = batch.loss_mask != 0
-    return mask.to(torch.float32 if batch.advantages is None else batch.advantages.dtype)
+    dtype = torch.float32 if batch.advantages is None else batch.advantages.dtype
+    return mask.to(torch.promote_types(dtype, torch.float32))
 
 
 def _sequences(mask: Float[Tensor, "batch seq"]) -> Int[Tensor, ""]:

@@ -98,3 +98,11 @@ def test_gae_is_differentiable_in_its_numbers():
 def test_gae_shapes():
     with pytest.raises(ValueError, match="shapes differ"):
         unwrap(gae_advantages)(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_integer_rewards_and_masks():
+    rewards, groups = tensor([1, 0, 1, 1]), torch.zeros(4, dtype=torch.long)
+    assert grpo_advantages(rewards, groups).tolist() == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-5)
+    assert grpo_advantages(rewards.bool(), groups, normalize=False).tolist() == [0.25, -0.75, 0.25, 0.25]
+    ones = torch.ones(1, 2)
+    assert gae_advantages(ones, ones, tensor([[1, 0]]))[0].tolist() == [[0.0, 0.0]]

@@ -128,7 +128,7 @@ def test_every_transform_takes_the_math_backend():
 
 def test_sdpa_does_not_build_a_mask_over_all_tokens():
     """One call a segment, with no mask of (Σ length)² entries."""
-    from test_logprobs import Operations
+    from test_head import Operations
 
     lengths = [10] * 40
     qkv = tensors(1, 1, sum(lengths))
@@ -237,25 +237,16 @@ def test_the_cuda_kernels_get_the_keys_of_the_whole_line():
     assert_close(torch.cat(outputs), expected, rtol=1e-10, atol=1e-10)
 
 
-CALL = {"query": torch.zeros(1, 2, 3, 4), "key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}
-
-
-class SomeAttention(torch.nn.Module):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({}, "does not forward keyword arguments"),
-        ({"is_causal": False}, "is bidirectional"),
-        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "brings a mask of its own"),
-        ({"position_bias": torch.zeros(1)}, "asks its attention for position_bias"),
-    ],
-)
-def test_what_a_model_asks_for_is_done_or_refused(given, reason):
-    """B4, J3: named by the class of the model's attention; nothing is ignored."""
-    if given:
-        given = {"attend": lambda *x, **_: x[0]} | given
-    with pytest.raises(ValueError, match=f"SomeAttention.*{reason}"):
-        module._from_transformers(SomeAttention(), **CALL, **given)
+def test_a_forced_sdpa_says_that_it_has_no_second_derivative():
+    """J3: instead of torch's own NotImplementedError; one derivative is fine."""
+    segments = segments_of(packed([3]))
+    q, k, v = tensors(2, 2, 3)
+    f = lambda q: sdpa_attention(q, k, v, segments, scaling=0.5).sin().sum()
+    assert grad(f)(q).isfinite().all()
+    for run in (
+        lambda: jvp(f, (q,), (q,)),
+        lambda: grad(lambda q: grad(f)(q).sum())(q),
+        lambda: jvp(grad(f), (q,), (q,)),
+    ):
+        with pytest.raises(ValueError, match="sdpa_attention cannot be used: inside jvp or a second derivative"):
+            run()

@@ -25,11 +25,14 @@ def test_shared_plans(rows, cap):
     """Every row once; with the prompt counted once, no group is over the cap."""
     prompt_lengths = [2 + 2 * prompt for prompt, _ in rows]
     lengths = [min(p + own, cap) for p, (_, own) in zip(prompt_lengths, rows, strict=True)]
-    groups = plan_shared_microbatches(lengths, [prompt for prompt, _ in rows], prompt_lengths, max_tokens=cap)
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for row, (prompt, _) in enumerate(rows):
+        prompts.setdefault((prompt,) * prompt_lengths[row], []).append(row)
+    groups = plan_shared_microbatches(lengths, prompts, max_tokens=cap)
     assert sorted(row for group in groups for row in group) == list(range(len(rows)))
     for group in groups:
-        prompts = {rows[row][0]: prompt_lengths[row] for row in group}
-        assert sum(prompts.values()) + sum(lengths[row] - prompt_lengths[row] for row in group) <= cap
+        once = {rows[row][0]: prompt_lengths[row] for row in group}
+        assert sum(once.values()) + sum(lengths[row] - prompt_lengths[row] for row in group) <= cap
     # a prompt whose rows fit together is not split
     for prompt in {prompt for prompt, _ in rows}:
         own = [row for row in range(len(rows)) if rows[row][0] == prompt]
@@ -40,7 +43,7 @@ def test_shared_plans(rows, cap):
 def test_shared_plans_name_the_row_that_is_over():
     """E3."""
     with pytest.raises(ValueError, match="row 1 has 12 tokens, max_tokens is 8"):
-        plan_shared_microbatches([3, 12], ["a", "a"], [2, 2], max_tokens=8)
+        plan_shared_microbatches([3, 12], {(1, 1): [0, 1]}, max_tokens=8)
 
 
 def test_known_plans():

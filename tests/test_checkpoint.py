@@ -104,3 +104,45 @@ def test_transformers_loads_what_is_saved(tmp_path, family):
     with pytest.raises(ValueError, match="params lacks"):
         save_pretrained(tmp_path / "model", dict(list(params.items())[1:]), policy=policy)
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "precious").write_text("x")
+    with pytest.raises(ValueError, match="is a folder; a checkpoint is one file"):
+        save_checkpoint(tmp_path / "runs", state(), step=1)
+    policy, params = fnppo.functional_policy(tiny("llama"))
+    with pytest.raises(ValueError, match="holds something else than a model"):
+        save_pretrained(tmp_path / "runs", params, policy=policy)
+    assert (tmp_path / "runs" / "precious").read_text() == "x"
+
+
+def test_other_files_of_a_model_folder_stay(tmp_path):
+    policy, params = fnppo.functional_policy(tiny("llama"))
+    save_pretrained(tmp_path / "model", params, policy=policy)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    save_pretrained(tmp_path / "model", params, policy=policy)
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_folder_is_put_back_when_its_replacement_fails(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    policy, params = fnppo.functional_policy(tiny("llama"))
+    save_pretrained(tmp_path / "model", params, policy=policy)
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+
+    def interrupted(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(tmp_path / "model", {n: p + 1 for n, p in params.items()}, policy=policy)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_names_that_collide_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="two leaves of the tree have the same name"):
+        save_checkpoint(tmp_path / "c.pt", {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, step=1)

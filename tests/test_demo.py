@@ -73,9 +73,8 @@ def test_what_it_shows_and_writes(uninterrupted):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out, text = uninterrupted
-    for when in ("before", "after"):
-        for how in ("greedy", "sampled"):
-            assert re.search(rf"{when}, {how}: [\d.]+% right of 3 held-out questions", text)
+    assert re.search(r"before: greedy [\d.]+% right, sampled [\d.]+% right, of 3 held-out questions", text)
+    assert re.search(r"after: greedy [\d.]+% -> [\d.]+% right, sampled [\d.]+% -> [\d.]+% right, of 3 held-out", text)
     assert all(f"step {i:3d}  reward" in text for i in range(1, 6))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -104,6 +103,7 @@ def test_ctrl_c_and_resume_give_the_same_bits(model, uninterrupted, tmp_path):
     resumed = run(*command(model, out))
     assert resumed.returncode == 0, resumed.stderr
     assert "going on after step" in resumed.stdout
+    assert re.search(r"after: greedy [\d.]+% -> [\d.]+% right", resumed.stdout)
     check_same(uninterrupted[0], out)
 
 
@@ -184,3 +184,17 @@ def test_the_task():
 )
 def test_the_reward_is_the_last_number(response, answer, value):
     assert reward(response, answer) == value
+
+
+def test_the_script_is_short():
+    from pathlib import Path
+
+    import fnppo.demo.run
+
+    assert len(Path(fnppo.demo.run.__file__).read_text().splitlines()) < 150
+
+
+def test_a_typo_does_not_block_a_folder(model, tmp_path):
+    out = tmp_path / "run"
+    assert run(*command("missing.gguf", out)).returncode == 1
+    assert run(*command(model, out, "--steps", "0")).returncode == 0

@@ -201,3 +201,36 @@ def test_remat_on_other_parameters_than_the_modules(batch):
 
     expected = torch.func.grad(lambda p: loss_fn(p, batch)[0])(params)
     assert_close(value_and_grad(loss_fn)(params, batch)[1], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_half_precision_gradients_are_summed_in_float32():
+    """1000 micro-batches of gradient 1 are 1000, not the 256 where bfloat16 stops counting."""
+    params = {"w": torch.zeros((), dtype=torch.bfloat16)}
+    _, grads = accumulate_gradients(lambda p, x: (p["w"] * x, Metrics()), params, [1.0] * 1000)
+    assert grads["w"].dtype == torch.bfloat16
+    assert grads["w"].item() == 1000.0
+
+
+def test_aux_carries_no_graph():
+    run = value_and_grad(lambda p, x: ((p["w"] * x).sum(), {"kept": p["w"] * 2, "word": "any"}))
+    (_, aux), _ = run({"w": torch.ones(2)}, 1.0)
+    assert not aux["kept"].requires_grad
+    assert aux["word"] == "any"
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_parameters_that_ask_for_gradients_grow_no_graph(donate):
+    params = {"w": torch.nn.Parameter(torch.ones(2))}
+    optimizer = fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(0.1))
+    state = optimizer.init(params)
+    for _ in range(3):
+        params, state, _ = fnppo.train_step(
+            params,
+            state,
+            [2.0],
+            loss_fn=lambda p, x: ((p["w"] * x).sum(), Metrics()),
+            optimizer=optimizer,
+            donate=donate,
+        )
+        assert params["w"].grad_fn is None
+    assert params["w"].tolist() == pytest.approx([0.697, 0.697], abs=1e-3)

@@ -17,8 +17,22 @@ print(seconds)
 
 
 def test_import_is_light():
-    out = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True).stdout
-    assert float(out) < 10  # seconds beside other tests; on an idle machine well under one
+    runs = [
+        subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True).stdout
+        for _ in range(3)
+    ]
+    assert min(map(float, runs)) < 1.0  # seconds
+
+
+def test_signatures_are_checked_in_the_tests():
+    import pytest
+    import torch
+    from jaxtyping import TypeCheckError
+
+    from fnppo import kl_k3
+
+    with pytest.raises(TypeCheckError):
+        kl_k3(torch.zeros(2, 2), torch.zeros(2, 2))
 
 
 def test_all_names_are_there():

@@ -84,11 +84,39 @@ def test_a_masked_token_with_a_huge_ratio():
     assert torch.autograd.grad(loss, logprobs)[0].item() == pytest.approx(-1.105171, abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("logratio", "advantage", "loss", "slope"),
+    [
+        (1000, 1.0, -1.2, 0),
+        (1000, -1.0, 3.0, 0),
+        (1000, 0.0, 0, 0),
+        (-1000, -1.0, 0.8, 0),
+        (-1000, 1.0, 0, 0),
+        (-1000, 0.0, 0, 0),
+    ],
+)
+def test_a_valid_token_whose_ratio_overflows(logratio, advantage, loss, slope, dtype):
+    """C11: a clip selects before the exp, so its gradient is 0 and not 0 · inf."""
+    targets = targets_of([advantage])
+    logprobs = tensor([float(logratio)], dtype=dtype, requires_grad=True)
+    value, _ = ppo_loss(TokenStats(logprobs), targets)
+    assert value.item() == pytest.approx(loss)
+    assert torch.autograd.grad(value, logprobs)[0].item() == slope
+
+
 def test_nan_at_a_valid_token_surfaces():
     """C12."""
     loss, metrics = ppo_loss(stats_of([math.nan]), targets_of([1.0]))
     assert math.isnan(loss.item())
     assert math.isnan(summarize(metrics)["ratio_max"])
+
+
+HALVES = (slice(0, 1), slice(1, 2))
+
+
+def rows_of(targets, rows):
+    return targets._replace(**{k: v[rows] for k, v in targets._asdict().items() if isinstance(v, torch.Tensor)})
 
 
 @pytest.mark.parametrize(("d", "value"), [(0.5, 0.106531), (-0.5, 0.148721)])
@@ -98,10 +126,12 @@ def test_kl_is_added(d, value):
         loss, metrics = ppo_loss(stats_of([d]), targets_of([0.0], ref=[0.0]), kl_coef=1.0, kl=kl)
         assert loss.item() == pytest.approx(value, abs=1e-6)
         assert summarize(metrics)["kl"] == pytest.approx(value, abs=1e-6)
-    loss, _ = ppo_loss(
-        stats_of([math.sqrt(2.0), math.sqrt(20.0)]), targets_of([0.0, 0.0], ref=[0.0, 0.0]), kl_coef=1.0, kl=kl_k2
-    )
-    assert loss.item() == pytest.approx(5.5)  # mean of 1 and 10
+    one = targets_of([0.0, 0.0], ref=[0.0, 0.0])
+    logprobs = stats_of([math.sqrt(2.0), math.sqrt(20.0)])
+    whole, _ = ppo_loss(logprobs, one, kl_coef=1.0, kl=kl_k2)
+    parts = sum(ppo_loss(TokenStats(logprobs.logprobs[s]), rows_of(one, s), kl_coef=1.0, kl=kl_k2)[0] for s in HALVES)
+    assert whole.item() == parts.item() == pytest.approx(5.5)  # mean of 1 and 10, for one micro-batch and for two
+    assert_close(*(torch.autograd.grad(x, logprobs.logprobs, retain_graph=True) for x in (whole, parts)))
 
 
 def test_every_term_has_the_same_normaliser():
@@ -213,12 +243,7 @@ def test_against_the_oracle(rows, clip_low, clip_high, dual_clip):
     loss, _ = ppo_loss(stats, targets, **options)
     gradients = torch.autograd.grad(loss, list(stats))
     leaves = [tensor(x, dtype=F64, requires_grad=True) for x in (logprobs, entropy)]
-    batch = fnppo.PaddedBatch(
-        *[torch.zeros(1, len(rows), dtype=torch.long)] * 3,
-        old_logprobs=tensor([old]).double(),
-        advantages=tensor([advantages]).double(),
-        ref_logprobs=tensor([ref]).double(),
-    )
+    batch = fnppo.PaddedBatch(*[torch.zeros(1, len(rows), dtype=torch.long)] * 3)
     batch = batch._replace(**{k: getattr(targets, k)[None] for k in ("old_logprobs", "advantages", "ref_logprobs")})
     places = {(0, i): (leaves[0][i], leaves[1][i]) for i in range(len(rows))}
     expected = oracle_loss(places, batch, dict(zip(places, weights, strict=True)), **options)

@@ -188,3 +188,26 @@ def test_gradients_of_another_structure_are_refused():
     params, optimizer = {"a": tensor(1.0), "b": tensor(2.0)}, adamw(0.1)
     with pytest.raises(ValueError, match="b"):
         optimizer.update({"a": tensor(1.0)}, optimizer.init(params), params)
+
+
+def test_updates_of_another_dtype():
+    """bfloat16 parameters and float32 updates: added in float32, rounded once, donated or not."""
+    params = {"w": torch.tensor([1.0, 3.0], dtype=torch.bfloat16)}
+    updates = {"w": tensor([0.001, 0.02])}
+    kept = apply_updates(params, updates)
+    assert kept["w"].dtype == torch.bfloat16
+    donated = apply_updates({"w": params["w"].clone()}, updates, donate=True)
+    assert torch.equal(kept["w"], donated["w"])
+
+
+def test_an_eps_that_is_zero_in_the_dtype_is_refused():
+    with pytest.raises(ValueError, match="eps = 1e-08 is 0 in torch.float16"):
+        adamw(0.1).init({"w": torch.zeros(2, dtype=torch.float16)})
+    adamw(0.1, eps=1e-4).init({"w": torch.zeros(2, dtype=torch.float16)})
+
+
+def test_finite():
+    from fnppo import all_finite
+
+    assert bool(all_finite({}))
+    assert not bool(all_finite({"a": tensor(1.0), "b": tensor([1.0, float("inf")])}))

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import fnppo
 from fnppo import functional_policy
-from fnppo.testing import padded_batches
+from fnppo.testing import float64_everywhere, padded_batches
 
 FAMILIES = ["llama", "tied", "gpt2", "mistral", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
 BATCH = fnppo.padded_batch([[1, 2], [3]], [[4, 5], [6]])
@@ -40,13 +40,12 @@ def test_heads_are_described():
 
 
 def test_tied_weights_are_there_once_and_get_both_gradients():
-    """G4: identity as a model: E = H = [[1,0],[0,1],[1,1]], ids [0, 1] with labels [1, 2]."""
+    """G4: the gradient is the sum of those of an untied copy."""
     policy, params = functional_policy(tiny("tied"))
     assert policy.head.weight == "model.embed_tokens.weight"
     assert "lm_head.weight" not in params
     loss_fn = lambda p, _: (logprobs(policy, p).logprobs.sum(), fnppo.Metrics())
     _, grads = fnppo.value_and_grad(loss_fn)(params, None)
-    untied = dict(params)
     module = copy.deepcopy(tiny("tied"))
     module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
     module.config.tie_word_embeddings = False
@@ -59,7 +58,7 @@ def test_tied_weights_are_there_once_and_get_both_gradients():
 
 def test_tied_gradient_by_hand():
     """G4: loss 1.361995, gradient of the shared matrix from its use as embedding and as head."""
-    from fnppo.logprobs import chunked_logprobs
+    from fnppo.head import chunked_logprobs
 
     loss_fn = lambda p, _: (
         -chunked_logprobs(p["E"][tensor([0, 1])], tensor([1, 2]), weight=p["E"]).logprobs.mean(), fnppo.Metrics()
@@ -91,6 +90,108 @@ def test_a_missing_parameter_is_an_error():
             logprobs(policy, {n: p for n, p in params.items() if n != name})
 
 
+MISREAD = dict(
+    vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    attn_implementation="eager", pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def test_a_window_that_only_the_mask_knows_is_honoured():
+    """Qwen2Moe passes no window to its attention; its own eager backend finds it in the mask."""
+    import transformers
+
+    config = transformers.Qwen2MoeConfig(
+        **MISREAD, moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=2, num_experts_per_tok=1,
+        use_sliding_window=True, sliding_window=3, max_window_layers=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.Qwen2MoeForCausalLM(config)
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+    policy, params = functional_policy(module.eval())
+    ids = torch.randint(VOCAB, (12,))
+    hidden = policy.hidden_states(params, fnppo.PackedInputs(ids, torch.arange(12), tensor([0, 12]).int()))
+    assert_close(policy.head.bind(params).logits(hidden), module(ids[None]).logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_window_that_transformers_disagrees_about_is_refused():
+    """OLMoE passes a window to its attention that its own eager mask has not."""
+    import transformers
+
+    config = transformers.OlmoeConfig(**MISREAD, num_experts=2, num_experts_per_tok=1)
+    config.sliding_window = 3
+    with pytest.raises(ValueError, match="asks for a window of 3 by keyword and of None in its mask"):
+        functional_policy(transformers.OlmoeForCausalLM(config))
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}])
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused(rope):
+    import transformers
+
+    config = transformers.LlamaConfig(**MISREAD, rope_parameters=rope | {"rope_theta": 10000.0})
+    with pytest.raises(ValueError, match="LlamaForCausalLM has dynamic rotary embeddings"):
+        functional_policy(transformers.LlamaForCausalLM(config))
+
+
+def test_every_kind_of_randomness_needs_a_seed():
+    """C21: layer drop and router jitter are no Dropout modules."""
+    import transformers
+
+    mixtral = transformers.MixtralConfig(**MISREAD, num_local_experts=2, num_experts_per_tok=1, router_jitter_noise=0.3)
+    opt = transformers.OPTConfig(
+        vocab_size=VOCAB, hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=8,
+        layerdrop=0.5, dropout=0.0, attention_dropout=0.0, pad_token_id=0,
+    )  # fmt: skip
+    for module in (transformers.MixtralForCausalLM(mixtral), transformers.OPTForCausalLM(opt)):
+        state = torch.get_rng_state()
+        with pytest.raises(ValueError, match="is random in training mode"):
+            functional_policy(module, train=True)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_modes_of_submodules_are_left_alone():
+    module = copy.deepcopy(tiny("gpt2")).train()
+    module.transformer.h[0].eval()
+    functional_policy(module)
+    assert module.transformer.h[1].training
+    assert not module.transformer.h[0].training
+
+
+def test_tokens_outside_the_vocabulary():
+    policy, params = functional_policy(tiny("llama"))
+    with pytest.raises(ValueError, match=f"input_ids holds 99, but the model's vocabulary has {VOCAB}"):
+        logprobs(policy, params, fnppo.padded_batch([[1]], [[99]]))
+
+
+def test_float32_is_float32():
+    """C24: no autocast is hidden anywhere: a float32 policy gives the module's own float32 logits."""
+    policy, params = functional_policy(tiny("llama", torch.float32))
+    ids = tensor([1, 5, 3, 2])
+    hidden = policy.hidden_states(params, fnppo.PackedInputs(ids, torch.arange(4), tensor([0, 4]).int()))
+    own = tiny("llama", torch.float32)(ids[None]).logits[0]
+    assert_close(policy.head.bind(params).logits(hidden), own, rtol=1e-6, atol=2e-6)
+
+
+def test_remat_keeps_less_and_runs_layers_twice(monkeypatch):
+    """That there is something to be exact about: fewer saved numbers, and a second forward of each layer."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    saved, runs = {}, {}
+    forward = LlamaMLP.forward
+    for remat in (False, True):
+        calls, sizes = [], []
+        monkeypatch.setattr(LlamaMLP, "forward", lambda self, x, calls=calls: calls.append(1) or forward(self, x))
+        policy, params = functional_policy(tiny("llama"), remat=remat)
+        calls.clear()
+        leaves = {n: p.requires_grad_() for n, p in params.items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            hidden = policy.hidden_states(leaves, fnppo.pack_sequences(BATCH).inputs)
+        hidden.sum().backward()
+        saved[remat], runs[remat] = sum(sizes), len(calls)
+    assert runs == {False: 2, True: 4}
+    assert saved[True] < saved[False] / 2
+
+
 class Repeating(nn.Module):
     """A module that is no causal LM."""
 
@@ -110,7 +211,7 @@ def test_what_is_no_causal_lm_is_refused():
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
-    with pytest.raises(ValueError, match="LlamaModel"):
+    with pytest.raises(ValueError, match="LlamaModel has no (backbone|linear)"):
         functional_policy(transformers.LlamaModel(config))
 
 
@@ -121,14 +222,22 @@ def test_a_model_with_its_own_attention_is_refused_by_name():
     module = transformers.BloomForCausalLM(
         transformers.BloomConfig(vocab_size=VOCAB, hidden_size=8, n_layer=1, n_head=2)
     )
-    with pytest.raises(ValueError, match="Bloom"):
+    with pytest.raises(ValueError, match="Bloom.*interface"):
         functional_policy(module)
 
 
 def test_recurrent_and_chunked_layers_are_refused_by_name():
     import transformers
 
-    with pytest.raises(ValueError, match="Mamba"):
+    llama4 = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            vocab_size=VOCAB, hidden_size=8, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=4, num_local_experts=2, pad_token_id=0,
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="Llama4ForCausalLM has layers of type chunked_attention"):
+        functional_policy(llama4)
+    with pytest.raises(ValueError, match="MambaForCausalLM has layers of type linear_attention"):
         functional_policy(
             transformers.MambaForCausalLM(
                 transformers.MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
@@ -164,7 +273,7 @@ def test_an_attention_that_was_misread_is_refused():
 def test_dropout_needs_a_seed_in_training_mode():
     """C21."""
     module = tiny("gpt2")
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has dropout in training mode .*Pass dropout_seed"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is random in training mode .*Pass dropout_seed"):
         functional_policy(module, train=True)
     calm, params = functional_policy(module)
     random_state = torch.get_rng_state()
@@ -203,6 +312,76 @@ def test_many_policies_at_once():
     slope = jvp(lambda p: run(p).logprobs, (params,), (direction,))[1]
     _, grads = fnppo.value_and_grad(lambda p, _: (run(p).logprobs.sum(), fnppo.Metrics()))(params, None)
     assert_close(slope.sum(), sum(g.sum() for g in grads.values()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_curvature(family):
+    """Gradient of gradient, Hessian-vector product and jvp of jvp of the whole packed forward agree with each other."""
+    from torch.func import grad
+
+    with float64_everywhere():
+        policy, params = functional_policy(tiny(family))
+        model_batch = fnppo.pack_sequences(BATCH)
+        stats = lambda p: fnppo.forward_logprobs(p, model_batch, policy=policy, temperature=0.7)
+        loss = lambda p: (stats(p).logprobs + stats(p).entropy.sin()).sum()
+        g = torch.Generator().manual_seed(0)
+        v = {n: torch.randn(p.shape, generator=g, dtype=p.dtype) for n, p in params.items()}
+        dot = lambda a, b: sum((a[n] * b[n]).sum() for n in a)
+        forward_over_reverse = dot(jvp(grad(loss), (params,), (v,))[1], v)
+        reverse_over_reverse = dot(grad(lambda p: dot(grad(loss)(p), v))(params), v)
+        assert_close(reverse_over_reverse, forward_over_reverse, rtol=1e-8, atol=1e-9)
+        twice = lambda: jvp(lambda p: jvp(loss, (p,), (v,))[1], (params,), (v,))[1]
+        if family == "gpt2":
+            with pytest.raises(ValueError, match="layer_norm is silently wrong"):
+                twice()
+        else:
+            assert_close(twice(), forward_over_reverse, rtol=1e-8, atol=1e-9)
+        step = 1e-4
+        moved = lambda s: loss({n: params[n] + s * v[n] for n in params})
+        numeric = (moved(step) - 2 * moved(0.0) + moved(-step)) / step**2
+        assert_close(forward_over_reverse, numeric, rtol=1e-3, atol=1e-3)
+
+
+def test_why_jvp_of_jvp_is_refused_with_layer_norm():
+    """torch's own layer_norm: d²/ds² f(x + s v) by jvp of jvp is not that of jvp of grad. Right by 2.13? Then allow it."""
+    from torch.func import grad
+
+    g = torch.Generator().manual_seed(0)
+    x, v = torch.randn(2, 3, 4, generator=g, dtype=torch.float64)
+    f = lambda x: nn.functional.layer_norm(x, (4,)).sin().sum()
+    forward = jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (v,))[1]
+    reverse = (jvp(grad(f), (x,), (v,))[1] * v).sum()
+    assert abs(forward - reverse) > 0.01
+
+
+def test_updates_of_many_seeds_at_once():
+    """vmap over a whole train_step of a transformers model, optimizer state included."""
+    policy, params = functional_policy(tiny("llama"))
+    batch = BATCH._replace(
+        advantages=torch.where(BATCH.loss_mask, 1.0, 0.0), old_logprobs=torch.full(BATCH.input_ids.shape, -2.0)
+    )
+    micro_batches = [fnppo.pack_sequences(fnppo.select_rows(fnppo.token_mean(batch), [row])) for row in (0, 1)]
+    optimizer = fnppo.skip_nonfinite(fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(1e-2)))
+
+    def loss_fn(params, micro_batch):
+        stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=1.0)
+        return fnppo.ppo_loss(stats, micro_batch.targets, entropy_coef=0.01)
+
+    def two_steps(params):
+        state = optimizer.init(params)
+        for _ in range(2):
+            params, state, metrics = fnppo.train_step(
+                params, state, micro_batches, loss_fn=loss_fn, optimizer=optimizer
+            )
+        return params, metrics.per_step["loss"]
+
+    seeds = [params, {n: p + 0.1 for n, p in params.items()}]
+    together, losses = vmap(two_steps)({n: torch.stack([s[n] for s in seeds]) for n in params})
+    for i, one in enumerate(seeds):
+        alone, loss = two_steps(one)
+        assert_close(losses[i], loss, rtol=1e-5, atol=1e-6)
+        for n in params:
+            assert_close(together[n][i], alone[n], rtol=1e-4, atol=1e-5)
 
 
 @given(padded_batches(vocab_size=VOCAB))

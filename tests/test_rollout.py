@@ -70,16 +70,20 @@ def test_several_end_tokens():
 
 
 def test_seeds_decide_and_the_global_random_state_is_left_alone():
-    torch.manual_seed(123)
     before = torch.get_rng_state()
     first = sample()
+    assert torch.equal(before, torch.get_rng_state())
     torch.rand(1)
     again, other = sample(), sample(seed=1)
     assert torch.equal(first.input_ids, again.input_ids)
     assert torch.equal(first.old_logprobs, again.old_logprobs)
     assert first.input_ids.shape != other.input_ids.shape or not torch.equal(first.input_ids, other.input_ids)
-    torch.manual_seed(123)
-    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_no_other_devices_generator_is_seeded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded all CUDA devices"))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeded everything"))
+    sample()
 
 
 def test_greedy_takes_the_most_probable_token():

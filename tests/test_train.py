@@ -243,3 +243,71 @@ def test_a_custom_loss_is_a_plain_function():
         )
     assert metrics["nll"] < 2.0 < math.log(VOCAB)
     assert set(metrics) == {"nll", "grad_norm", "steps"}
+
+
+def test_all_masked_batches_and_chunks():
+    """B9, D1: no target anywhere is log-probs of 0, a loss of 0 and unchanged momentum; chunks do not matter."""
+    params, loss_fn = loss_for("llama")
+    policy, _ = policy_of("llama")
+    batch = some_batch()
+    empty = batch._replace(
+        attention_mask=torch.zeros_like(batch.attention_mask), loss_mask=torch.zeros_like(batch.loss_mask)
+    )
+    for layout in (fnppo.packed, fnppo.padded, fnppo.shared):
+        stats = fnppo.compute_logprobs(
+            params, empty, policy=policy, temperature=1.0, max_tokens=9, layout=layout, entropy=True
+        )
+        assert not stats.logprobs.any()
+        assert not stats.entropy.any()
+        new, _, metrics = fnppo.update_policy(
+            params,
+            fnppo.sgd(1.0).init(params),
+            empty,
+            loss_fn=loss_fn,
+            optimizer=fnppo.sgd(1.0),
+            mini_batch_size=6,
+            max_tokens=9,
+            layout=layout,
+        )
+        assert metrics["loss"] == metrics["grad_norm"] == metrics["tokens"] == 0.0
+        assert differences(new, params) == 0.0
+    one, many = (
+        fnppo.compute_logprobs(params, batch, policy=policy, temperature=1.0, max_tokens=50, chunk_size=c)
+        for c in (None, 1)
+    )
+    assert differences(one, many) < 1e-6
+
+
+def test_float32_logprobs_do_not_depend_on_the_split():
+    """C22: in float32, micro-batches of one row and of all rows."""
+    policy, params = fnppo.functional_policy(tiny("llama", torch.float32))
+    batch = some_batch()
+    one, many = (
+        fnppo.compute_logprobs(params, batch, policy=policy, temperature=1.0, max_tokens=c) for c in (10, 1000)
+    )
+    assert differences(one, many) <= 4e-6
+
+
+def test_the_logits_of_a_micro_batch_are_gone_before_the_next(monkeypatch):
+    """D5, with the real head."""
+    import gc
+    import weakref
+
+    from fnppo import head
+
+    alive, original = [], head._Workspace.__init__
+
+    def counted(self, *args):
+        gc.collect()
+        held.append(sum(ref() is not None for ref in alive))
+        original(self, *args)
+        alive.extend(weakref.ref(buffer) for buffer in self.buffers)
+
+    held = []
+    monkeypatch.setattr(head._Workspace, "__init__", counted)
+    params, loss_fn = loss_for("llama")
+    batch = fnppo.token_mean(some_batch())
+    fnppo.accumulate_gradients(
+        loss_fn, params, (fnppo.pack_sequences(fnppo.select_rows(batch, [row])) for row in range(6))
+    )
+    assert held == [0] * 12  # a forward and a backward for each of six

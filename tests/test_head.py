@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnppo
-from fnppo.logprobs import chunked_logprobs, logits_to_stats
+from fnppo.head import chunked_logprobs, logits_to_stats
 
 F64 = torch.float64
 HEADS = {
@@ -150,18 +150,25 @@ def test_entropy_where_half_precision_overflows():
     assert stats.entropy.dtype == torch.float32
 
 
-def test_gradient_of_entropy_at_impossible_tokens():
-    """C2: dH/dz is finite, through the definition and through the formulas of the fast path (a bias of -inf)."""
-    expected = torch.tensor([-0.196612, 0.196612, 0.0], dtype=F64)
-    logits = torch.tensor([[1, 0, -math.inf]], dtype=F64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(logits_to_stats(logits, torch.tensor([0])).entropy.sum(), logits)
-    assert_close(gradient[0], expected, atol=1e-6, rtol=0)
-    bias = torch.tensor([1, 0, -math.inf], dtype=F64, requires_grad=True)
-    stats = chunked_logprobs(
-        torch.zeros(1, 2, dtype=F64), torch.tensor([0]), weight=torch.zeros(3, 2, dtype=F64), bias=bias
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("upstream", [1.0, -3.0, 1e-3, 2.0, 1e6])
+def test_gradient_of_entropy_at_impossible_tokens(upstream, dtype):
+    """C2, D10: dH/dz is finite for any loss, through the definition and through the formulas of the fast path."""
+    expected = upstream * torch.tensor([-0.196612, 0.196612, 0.0], dtype=dtype)
+    tolerance = {"atol": 1e-5 * abs(upstream), "rtol": 1e-4}
+    logits = torch.tensor([[1, 0, -math.inf]], dtype=dtype, requires_grad=True)
+    (gradient,) = torch.autograd.grad(upstream * logits_to_stats(logits, torch.tensor([0])).entropy.sum(), logits)
+    assert_close(gradient[0], expected, **tolerance)
+    bias = torch.tensor([1, 0, -math.inf], dtype=dtype, requires_grad=True)
+    hidden, weight = (
+        torch.zeros(1, 2, dtype=dtype, requires_grad=True),
+        torch.zeros(3, 2, dtype=dtype, requires_grad=True),
     )
-    (gradient,) = torch.autograd.grad(stats.entropy.sum() + 0 * stats.logprobs.sum(), bias)
-    assert_close(gradient, expected, atol=1e-6, rtol=0)
+    stats = chunked_logprobs(hidden, torch.tensor([0]), weight=weight, bias=bias)
+    assert stats.entropy.item() == pytest.approx(0.582203, abs=1e-5)
+    gradients = torch.autograd.grad(upstream * stats.entropy.sum() + 0 * stats.logprobs.sum(), (bias, hidden, weight))
+    assert_close(gradients[0], expected, **tolerance)
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_log_softmax_is_not_computed_in_half_precision():
@@ -175,8 +182,10 @@ def test_log_softmax_is_not_computed_in_half_precision():
 
 def test_temperature_divides_in_full_precision():
     """C4: 10 / 0.7 is 14.285714, and 14.3125 in bfloat16."""
-    stats = logits_to_stats(torch.tensor([[10.0, 0.0]], dtype=torch.bfloat16), torch.tensor([1]), temperature=0.7)
-    assert stats.logprobs.item() == pytest.approx(-14.285714 - math.log1p(math.exp(-14.285714)), abs=1e-6)
+    logits = torch.tensor([[10.0, 0.0]], dtype=torch.bfloat16)
+    for run in (logits_to_stats, through_head):
+        logprob = run(logits, torch.tensor([1]), temperature=0.7).logprobs.item()
+        assert logprob == pytest.approx(-14.285714 - math.log1p(math.exp(-14.285714)), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +282,12 @@ class Operations(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_chunk_of_logits():
-    """D2, D8: neither in the forward nor in the backward, at first order at top level or inside torch.func.grad."""
-    targets, vocab, hidden_size, chunk = 64, 500, 4, 3
+    """D2, D8 (there are no logits that could be gathered): neither in the forward nor in the backward, at first order at top level or inside torch.func.grad."""
+    targets, vocab, hidden_size, chunk = 64, 500, 2, 3
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(targets, hidden_size, generator=g), torch.randn(vocab, hidden_size, generator=g)
     ids = torch.randint(vocab, (targets,), generator=g)
-    limit = max(chunk * vocab, weight.numel())
+    limit = chunk * vocab
 
     def loss(hidden, weight):
         stats = chunked_logprobs(hidden, ids, weight=weight, chunk_size=chunk)

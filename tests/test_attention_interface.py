@@ -1,0 +1,59 @@
+"""What a model asks its attention for is done or refused by name."""
+
+import pytest
+import torch
+
+from fnppo.attention_interface import attention_forward, window_mark
+
+CALL = {"query": torch.zeros(1, 2, 3, 4), "key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}
+
+
+class SomeAttention(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "does not forward keyword arguments"),
+        ({"is_causal": False}, "is bidirectional"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "brings a mask of its own"),
+        ({"attention_mask": window_mark(local_size=4), "sliding_window": 3}, "of 3 by keyword and of 4 in its mask"),
+        ({"attention_mask": window_mark(), "sliding_window": 3}, "of 3 by keyword and of None in its mask"),
+        ({"position_bias": torch.zeros(1)}, "asks its attention for position_bias"),
+    ],
+)
+def test_what_a_model_asks_for_is_done_or_refused(given, reason):
+    """B4, J3: named by the class of the model's attention; nothing is ignored."""
+    if given:
+        given = {"attend": lambda *x, **_: x[0]} | given
+    with pytest.raises(ValueError, match=f"SomeAttention.*{reason}"):
+        attention_forward(SomeAttention(), **CALL, **given)
+
+
+@pytest.mark.parametrize(
+    ("mask", "keyword", "window"),
+    [
+        (None, None, None),
+        (None, 3, 3),
+        (window_mark(), None, None),
+        (window_mark(local_size=5), None, 5),
+        (window_mark(local_size=5), 5, 5),
+    ],
+)
+def test_where_a_window_comes_from(mask, keyword, window):
+    """From the keyword, or from the mask that a model would have built."""
+    seen = {}
+    attention_forward(
+        SomeAttention(),
+        **CALL,
+        attention_mask=mask,
+        sliding_window=keyword,
+        attend=lambda q, *_, **asked: seen.update(asked) or q,
+    )
+    assert seen["window"] == window
+
+
+def test_a_pattern_over_the_mask_is_refused():
+    with pytest.raises(ValueError, match="lays a pattern of its own"):
+        window_mark(use_vmap=True)
