@@ -20,7 +20,7 @@ demo: $(VENV)/.demo
 	$(BIN)/fnppo demo --model $(MODEL) $(ARGS)
 
 nightly: $(VENV)/.dev
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto tests/test_exactness.py tests/test_losses.py tests/test_packing.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto tests
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -24,6 +24,9 @@ def grpo_advantages(
         One advantage a response, exactly 0 where all rewards of a group are equal. A response alone in its group has
         nothing to be compared with: it gets 0, with a warning, as lone groups usually mean wrong group ids.
 
+    Raises:
+        ValueError: a reward is not finite, or the shapes differ.
+
     >>> grpo_advantages(torch.tensor([1.0, 0.0, 10.0, 8.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 0.7071, -0.7071,  0.7071, -0.7071])
     """
@@ -79,6 +82,9 @@ def gae_advantages(
 
     Returns:
         (advantages, returns), 0 where `loss_mask` is clear.
+
+    Raises:
+        ValueError: the shapes differ.
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> gae_advantages(torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([[0.5, 1.0, 40.0]]), mask, lam=0.5)[0]

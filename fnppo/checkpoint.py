@@ -20,6 +20,11 @@ def save_checkpoint(path: str | os.PathLike[str], tree: PyTree, *, step: int) ->
 
     Raises:
         ValueError: `path` is a folder, or two leaves have the same name.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(f"{folder}/c.pt", {"w": torch.tensor(2.0)}, step=7)
+    ...     load_checkpoint(f"{folder}/c.pt", like={"w": torch.tensor(0.0)})
+    ({'w': tensor(2.)}, 7)
     """
     path = Path(path).resolve()
     if path.is_dir():

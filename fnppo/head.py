@@ -46,7 +46,7 @@ def chunked_logprobs(
         weight, bias, scale, softcap: the head; the product is computed in the dtype of `hidden`, as the model itself
             would, and everything after it in float32 or better.
 
-    See `forward_logprobs` for the other arguments and the result.
+    See `fnppo.forward_logprobs` for the other arguments, the result and the errors.
 
     >>> stats = chunked_logprobs(torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0]), weight=torch.eye(3))
     >>> stats.logprobs, stats.entropy

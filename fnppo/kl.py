@@ -22,12 +22,20 @@ KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def kl_k1(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " targets"]) -> Float[Tensor, " targets"]:
-    """k1 = d."""
+    """k1 = d.
+
+    >>> kl_k1(torch.tensor([-0.5]), torch.zeros(1))
+    tensor([-0.5000])
+    """
     return logprobs - ref_logprobs
 
 
 def kl_k2(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " targets"]) -> Float[Tensor, " targets"]:
-    """k2 = d² / 2."""
+    """k2 = d² / 2.
+
+    >>> kl_k2(torch.tensor([-0.5]), torch.zeros(1))
+    tensor([0.1250])
+    """
     return (logprobs - ref_logprobs).square() / 2
 
 

@@ -36,7 +36,15 @@ def forward_logprobs(
         `TokenStats`, [targets] each, in float32, or float64 for a float64 model.
 
     Raises:
-        ValueError: temperature not above 0, or of a wrong shape; chunk_size below 1.
+        ValueError: temperature not above 0, or of a wrong shape; chunk_size below 1; a token outside the vocabulary.
+
+    >>> from fnppo import functional_policy, pack_sequences, padded_batch
+    >>> from fnppo.testing import tiny_llama
+    >>> policy, params = functional_policy(tiny_llama())
+    >>> batch = pack_sequences(padded_batch([[1, 5], [3]], [[4], [6, 2]]))
+    >>> stats = forward_logprobs(params, batch, policy=policy, temperature=1.0)
+    >>> stats.logprobs.shape, stats.entropy.shape
+    (torch.Size([3]), torch.Size([3]))
     """
     hidden = policy.hidden_states(params, batch.inputs)
     return chunked_logprobs(
@@ -63,11 +71,25 @@ def compute_logprobs(
 ) -> TokenStats:
     """Log-probs (and entropy) of the learned tokens of a batch, without gradients: for `old_logprobs`, `ref_logprobs`.
 
+    Args:
+        params, policy, temperature, entropy, chunk_size: as in `forward_logprobs`.
+        batch: the rollouts; only its ids and masks are read.
+        max_tokens: limit of real tokens of one forward.
+        layout: `packed`, `shared` or `padded`, from `fnppo.layouts`.
+
     Returns:
-        `TokenStats`, [batch, seq], rows in the order of the input, 0 where `loss_mask` is clear.
+        `TokenStats`, [batch, seq], in nats, rows in the order of the input, 0 where `loss_mask` is clear.
 
     Raises:
         ValueError: the batch is malformed, a token is outside the vocabulary, a row is over `max_tokens`.
+
+    >>> from fnppo import functional_policy, padded_batch
+    >>> from fnppo.testing import tiny_llama
+    >>> policy, params = functional_policy(tiny_llama())
+    >>> batch = padded_batch([[1, 5], [3]], [[4], [6, 2]])
+    >>> stats = compute_logprobs(params, batch, policy=policy, temperature=1.0, max_tokens=100)
+    >>> (stats.logprobs != 0).tolist() == batch.loss_mask.tolist()
+    True
     """
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size)

@@ -109,6 +109,15 @@ def clipped_surrogate(
 
     l_t = max(-A_t ρ_t, -A_t clip(ρ_t, 1 - clip_low, 1 + clip_high))     ρ_t = exp(logratio_t)
     for A_t < 0 further   l_t = min(l_t, -A_t dual_clip)
+
+    Raises:
+        ValueError: a clip is negative, or dual_clip is not above 1.
+
+    >>> loss, clips = clipped_surrogate(
+    ...     torch.tensor([1.5, 0.5]).log(), torch.tensor([1.0, 1.0]), clip_low=0.2, clip_high=0.2, dual_clip=None
+    ... )
+    >>> loss, clips["clip_high"]
+    (tensor([-1.2000, -0.5000]), tensor([1., 0.]))
     """
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not isinstance(clip, Tensor) and not clip >= 0:
@@ -138,6 +147,10 @@ def on_policy(targets: Targets, stats: TokenStats) -> Targets:
     """State that the current policy is the one that sampled: `old_logprobs` = its own log-probs, detached.
 
     Every ratio is then exactly 1, and the gradient is that of REINFORCE. Only right for the first step on a batch.
+
+    >>> index = torch.zeros(1, dtype=torch.long)
+    >>> on_policy(Targets(index, index, index, index), TokenStats(torch.tensor([-2.0]))).old_logprobs
+    tensor([-2.])
     """
     return targets._replace(old_logprobs=stats.logprobs.detach())
 

@@ -45,6 +45,9 @@ def summarize(metrics: Metrics) -> dict[str, float]:
     """Plain floats for a log, divided here and nowhere else.
 
     Means over no tokens, and extremes of nothing, are NaN.
+
+    >>> summarize(Metrics(per_token={"entropy": torch.tensor(6.0)}, totals={"tokens": torch.tensor(4)}))
+    {'entropy': 1.5, 'tokens': 4.0}
     """
     steps = max(int(metrics.totals.get("steps", 1)), 1)
     tokens = int(metrics.totals.get("tokens", 0))

@@ -162,7 +162,13 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Optimizer:
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
-    """One after the other: the updates of one are the gradients of the next."""
+    """One after the other: the updates of one are the gradients of the next.
+
+    >>> optimizer = chain(clip_by_global_norm(1.0), sgd(0.5))
+    >>> params = {"w": torch.tensor([0.0, 0.0])}
+    >>> optimizer.update({"w": torch.tensor([3.0, 4.0])}, optimizer.init(params), params)[0]
+    {'w': tensor([-0.3000, -0.4000])}
+    """
 
     def init(params: PyTree) -> tuple[State, ...]:
         return tuple(optimizer.init(params) for optimizer in optimizers)
@@ -232,7 +238,11 @@ def global_norm(tree: PyTree) -> Float[Tensor, ""]:
 
 
 def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
-    """True where no entry of no leaf is infinite or NaN."""
+    """True where no entry of no leaf is infinite or NaN.
+
+    >>> all_finite({"a": torch.tensor([1.0, torch.inf])})
+    tensor(False)
+    """
     finite = [leaf.isfinite().all() for leaf in optree.tree_leaves(tree)]
     return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
 

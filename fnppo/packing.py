@@ -111,6 +111,9 @@ def unpack_targets(
 
     Differentiable in `values`.
 
+    Raises:
+        ValueError: there is not one value a target.
+
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
     >>> targets = pack_sequences(batch).targets
     >>> unpack_targets(torch.tensor([0.5, 0.25]), targets, shape=(2, 3))
@@ -178,6 +181,11 @@ def padded_batch(
         advantages: one value a row, given to all of its response tokens.
         groups: prompt group of each row.
         pad_token_id: what stands in the padding; it is never read.
+
+    For dialogues of several turns, put the whole dialogue into a prompt and its last response, and replace `loss_mask`.
+
+    Raises:
+        ValueError: a list has another number of rows than prompts, or a row has not one value a response token.
 
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]], advantages=[1.0, -1.0])
     >>> batch.input_ids

@@ -52,6 +52,15 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, or a number is out of range.
+
+    >>> from fnppo import functional_policy
+    >>> from fnppo.testing import tiny_llama
+    >>> policy, params = functional_policy(tiny_llama())
+    >>> batch = generate(
+    ...     params, [[1, 5], [3]], policy=policy, max_new_tokens=4, num_responses=3, seed=0, eos_token_id=()
+    ... )
+    >>> batch.input_ids.shape, batch.groups
+    (torch.Size([6, 6]), tensor([0, 0, 0, 1, 1, 1]))
     """
     if not temperature > 0:
         raise ValueError(

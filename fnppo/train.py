@@ -38,6 +38,16 @@ def train_step(
 
     Returns:
         New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added.
+
+    Raises:
+        ValueError: there is no micro-batch.
+
+    >>> from fnppo import sgd, summarize
+    >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), Metrics())
+    >>> params, optimizer = {"w": torch.tensor(1.0)}, sgd(0.1)
+    >>> step = train_step(params, optimizer.init(params), [2.0, 3.0], loss_fn=loss_fn, optimizer=optimizer)
+    >>> step[0], summarize(step[2])
+    ({'w': tensor(0.5000)}, {'grad_norm': 5.0, 'steps': 1.0})
     """
     (_, metrics), grads = accumulate_gradients(loss_fn, params, batches)
     norm = global_norm(grads)
@@ -78,9 +88,9 @@ def update_policy(
     Args:
         batch: the rollouts.
         loss_fn: (params, micro-batch) -> (loss, metrics).
-        mini_batch_size: rows of one optimizer step. The last mini-batch of an epoch may be shorter; its weights are made
-            from the rows it has.
-        max_tokens: limit of one forward.
+        mini_batch_size: rows of one optimizer step, drawn without regard to prompt groups. The last mini-batch of an
+            epoch may be shorter; its weights are made from the rows it has.
+        max_tokens: limit of real tokens of one forward.
         num_epochs: passes over the batch.
         weights: mask -> loss weights, such as `token_mean`.
         seed: of the shuffling.
@@ -92,6 +102,19 @@ def update_policy(
 
     Raises:
         ValueError: the batch is malformed, a row is over `max_tokens`, or a size is below 1.
+
+    >>> from fnppo import adamw, forward_logprobs, functional_policy, padded_batch, ppo_loss
+    >>> from fnppo.testing import tiny_llama
+    >>> policy, params = functional_policy(tiny_llama())
+    >>> def loss_fn(params, micro_batch):
+    ...     return ppo_loss(forward_logprobs(params, micro_batch, policy=policy, temperature=1.0), micro_batch.targets)
+    >>> batch = padded_batch([[1], [1]], [[4, 5], [6]], old_logprobs=[[-2.5, -2.5], [-2.5]], advantages=[1.0, -1.0])
+    >>> params, opt_state, metrics = update_policy(
+    ...     params, adamw(1e-3).init(params), batch, loss_fn=loss_fn, optimizer=adamw(1e-3),
+    ...     mini_batch_size=1, max_tokens=100, num_epochs=3,
+    ... )
+    >>> metrics["steps"], metrics["tokens"]
+    (6.0, 9.0)
     """
     batch = check_batch(batch)
     rows = batch.input_ids.shape[0]

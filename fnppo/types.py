@@ -6,8 +6,8 @@ Legend of dims, used in every signature of the library:
     seq      columns of a padded batch
     tokens   positions that the model reads: packed, one flat axis; padded, batch x seq flattened
     targets  tokens that have a loss; each has one position, its predictor, whose hidden state predicts it
-    segments sequences inside a packed axis
-    vocab, hidden    as usual
+    segments sequences, or parts of them, inside a packed axis
+    vocab, hidden, heads, kv_heads, dim    as usual; dim is the size of one attention head
 
 Columns are token-aligned: column t of `old_logprobs` or `advantages` is about the token in column t, never about the
 token that follows it. The one shift from token to predictor happens in `fnppo.packing`, and nowhere else.

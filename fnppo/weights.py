@@ -31,7 +31,12 @@ def token_mean(batch: PaddedBatch) -> PaddedBatch:
 
 
 def token_sum(batch: PaddedBatch) -> PaddedBatch:
-    """w = 1: the plain sum over learned tokens."""
+    """w = 1: the plain sum over learned tokens.
+
+    >>> from fnppo import padded_batch
+    >>> token_sum(padded_batch([[1]], [[2, 3]])).loss_weights
+    tensor([[0., 1., 1.]])
+    """
     return batch._replace(loss_weights=_mask(batch))
 
 
@@ -52,7 +57,13 @@ def sequence_mean(batch: PaddedBatch) -> PaddedBatch:
 
 
 def sequence_sum(batch: PaddedBatch) -> PaddedBatch:
-    """w = 1 / sequences: mean over sequences of the sum over tokens."""
+    """w = 1 / sequences: mean over sequences of the sum over tokens.
+
+    >>> from fnppo import padded_batch
+    >>> sequence_sum(padded_batch([[1], [1]], [[2, 3], [4]])).loss_weights
+    tensor([[0.0000, 0.5000, 0.5000],
+            [0.0000, 0.5000, 0.0000]])
+    """
     mask = _mask(batch)
     return batch._replace(loss_weights=mask / _at_least_one(_sequences(mask)))
 
@@ -63,6 +74,14 @@ def constant_norm(batch: PaddedBatch, *, horizon: float) -> PaddedBatch:
     Args:
         horizon: the constant, usually the largest response length that the sampler allows. It does not depend on the
             width of the batch.
+
+    Raises:
+        ValueError: horizon is not above 0.
+
+    >>> from fnppo import padded_batch
+    >>> constant_norm(padded_batch([[1], [1]], [[2, 3], [4]]), horizon=4).loss_weights
+    tensor([[0.0000, 0.1250, 0.1250],
+            [0.0000, 0.1250, 0.0000]])
     """
     if not horizon > 0:
         raise ValueError(f"horizon is {horizon}; it must be above 0, such as the largest number of response tokens.")
