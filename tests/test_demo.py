@@ -126,7 +126,7 @@ def check_same(a, b):
     assert one["step"] == two["step"] == 5
     assert one["tensors"].keys() == two["tensors"].keys()
     assert all(torch.equal(one["tensors"][name], two["tensors"][name]) for name in one["tensors"])
-    clocks = {"tokens/s", "sampling_s", "update_s"}
+    clocks = {"tokens/s", "sampling_s", "update_s", "peak_gb"}
     rows = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (a, b)]
     assert [{k: v for k, v in row.items() if k not in clocks} for row in rows[0]] == [
         {k: v for k, v in row.items() if k not in clocks} for row in rows[1]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -21,6 +22,11 @@ def progress_bar() -> Progress:
 def in_words(metrics: dict[str, float]) -> str:
     """The metrics that a person watches."""
     return "  ".join(f"{name} {form.format(metrics[name])}" for name, form in SHOWN.items())
+
+
+def peak_gb() -> float:
+    """The most memory that the process has held, in GB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # kilobytes on Linux
 
 
 def write(path: Path, text: str) -> None:

@@ -12,7 +12,16 @@ from rich.console import Console
 import fnppo
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from fnppo.demo.model import decode, encode, load
-from fnppo.demo.report import Evaluation, MetricsFile, in_words, plot, progress_bar, same_settings, stopped_by_ctrl_c
+from fnppo.demo.report import (
+    Evaluation,
+    MetricsFile,
+    in_words,
+    peak_gb,
+    plot,
+    progress_bar,
+    same_settings,
+    stopped_by_ctrl_c,
+)
 from fnppo.demo.task import Question, questions, reward
 from fnppo.rollout import generate
 
@@ -117,7 +126,7 @@ def demo(
             row["accuracy"] = (rewards == 1).float().mean().item()
             row["solved"] = rewards.view(prompts, responses).amax(1).mean().item()
             row["tokens/s"] = sum(fnppo.lengths(batch)) / (end - sampled)
-            row |= {"sampling_s": sampled - start, "update_s": end - sampled}
+            row |= {"sampling_s": sampled - start, "update_s": end - sampled, "peak_gb": peak_gb()}
             log.append(row)
             bar.console.print(
                 f"step {step + 1:3d}  {in_words(row)}  ({sampled - start:.0f} s sampling, {end - sampled:.0f} s update)"
