@@ -160,7 +160,6 @@ def _skeleton(module: nn.Module) -> nn.Module:
     attention_interface.register()
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
     skeleton: Any = copy.deepcopy(module, memo)
-    skeleton.config = copy.deepcopy(skeleton.config)
     skeleton.set_attn_implementation(attention_interface.NAME)
     if skeleton.config._attn_implementation != attention_interface.NAME:
         raise ValueError(

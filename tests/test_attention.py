@@ -46,7 +46,7 @@ def one_query_at_a_time(query, key, value, sequences, *, scaling, window=None, s
             for i, q in enumerate(places):
                 seen = places[max(0, i - window + 1) if window else 0 : i + 1]
                 for h in range(query.shape[1]):
-                    scores = [float(query[b, h, q] @ key[b, h // groups, k]) * scaling for k in seen]
+                    scores = [(query[b, h, q] @ key[b, h // groups, k]).item() * scaling for k in seen]
                     if softcap:
                         scores = [softcap * math.tanh(s / softcap) for s in scores]
                     total = sum(map(math.exp, scores)) + (math.exp(float(sinks[h])) if sinks is not None else 0.0)
