@@ -25,8 +25,16 @@ def policy_of(family, **options):
 
 
 def differences(a, b):
+    """The largest difference of two trees, in units of their largest number where that is above 1.
+
+    NaN on either side is NaN. A k3 term of a random model can have gradients of 10⁴; float64 keeps sixteen digits of them, not ten after the point.
+    """
     pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return max((float((x - y).detach().abs().max()) for x, y in pairs if x.numel()), default=0.0)
+    apart, largest = [torch.zeros(())], [torch.ones(())]
+    for x, y in pairs:
+        apart.append((x - y).detach().abs().flatten())
+        largest.append(y.detach().abs().flatten())
+    return float(torch.cat([x.reshape(-1) for x in apart]).max() / torch.cat([x.reshape(-1) for x in largest]).max())
 
 
 def loss_and_grads(family, batches, *, temperature, options=(), chunk_size=None):
@@ -66,8 +74,8 @@ def check_layout(family, batch, temperature, layout, options=()):
         assert abs(logprob - stats[place][0]) <= TOLERANCE
         assert abs(entropy - stats[place][1]) <= TOLERANCE
     (our_loss, metrics), our_grads = loss_and_grads(family, [model_batch], temperature=temperature, options=options)
-    assert abs(our_loss - loss) <= TOLERANCE
-    assert abs(metrics.per_step["loss"] - loss) <= TOLERANCE
+    assert differences(our_loss, loss) <= TOLERANCE
+    assert differences(metrics.per_step["loss"], loss) <= TOLERANCE
     assert differences(our_grads, grads) <= TOLERANCE
 
 
@@ -148,10 +156,10 @@ def test_any_split_gives_the_same(weights, data, batch):
     (loss2, metrics2), grads2 = loss_and_grads(
         "gpt2", pieces, temperature=0.7, chunk_size=data.draw(st.sampled_from([1, 3, None]))
     )
-    assert abs(loss - loss2) <= TOLERANCE
+    assert differences(loss, loss2) <= TOLERANCE
     assert differences(grads, grads2) <= TOLERANCE
     summary, summary2 = fnppo.summarize(metrics), fnppo.summarize(metrics2)
-    assert summary == pytest.approx(summary2, abs=TOLERANCE, nan_ok=True)
+    assert summary == pytest.approx(summary2, abs=TOLERANCE, rel=TOLERANCE, nan_ok=True)
 
 
 @given(batch=padded_batches(vocab_size=VOCAB), temperature=TEMPERATURES)
@@ -184,5 +192,5 @@ def test_pad_amount_and_id_do_not_matter(data, batch):
     wide = batch._replace(**columns, extra={k: wider(v) for k, v in batch.extra.items()})
     (loss, _), grads = loss_and_grads("gpt2", [fnppo.pack_sequences(fnppo.token_mean(batch))], temperature=1.0)
     (loss2, _), grads2 = loss_and_grads("gpt2", [fnppo.pad_sequences(fnppo.token_mean(wide))], temperature=1.0)
-    assert abs(loss - loss2) <= TOLERANCE
+    assert differences(loss, loss2) <= TOLERANCE
     assert differences(grads, grads2) <= TOLERANCE
