@@ -1,4 +1,8 @@
-"""Trees of tensors and whole models on disk. A path holds either all that was written or what was there before."""
+"""Trees of tensors and whole models on disk. A path holds either all that was written or what was there before.
+
+A file is replaced in one step. A folder is not: a kill between its two renames leaves the old folder and the new one,
+both whole, in a hidden folder beside the path.
+"""
 
 import contextlib
 import os
@@ -70,7 +74,7 @@ def load_checkpoint(path: str | os.PathLike[str], like: PyTree) -> tuple[PyTree,
 def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Policy, tokenizer: Any = None) -> None:
     """Write a folder that plain transformers loads with `from_pretrained`: config, safetensors and the tokenizer.
 
-    Other files of a folder that is already there stay in it.
+    Other files of a folder that is already there stay in it, but for weights.
 
     Raises:
         ValueError: `params` lacks a parameter, or `path` is a folder with something else than a model in it.
@@ -103,7 +107,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         yield new
         if path.is_dir():  # a folder cannot be replaced in one step: move it aside, and back if anything goes wrong
             for kept in path.iterdir():
-                if not (new / kept.name).exists():
+                if not (new / kept.name).exists() and not _holds_weights(kept.name):
                     (shutil.copytree if kept.is_dir() else shutil.copy2)(kept, new / kept.name)
             path.rename(old)
         new.replace(path)
@@ -114,6 +118,11 @@ def _replacing(path: Path) -> Iterator[Path]:
     finally:
         if path.exists() or not old.exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _holds_weights(name: str) -> bool:
+    """Files that, left beside new weights, would be loaded in their place."""
+    return name.endswith((".safetensors", ".bin", ".index.json", ".gguf")) or name.startswith("adapter_")
 
 
 def _name(place: tuple[Any, ...]) -> str:

@@ -44,7 +44,7 @@ def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
             if loss.requires_grad
             else map(torch.zeros_like, leaves)
         )
-        return (loss.detach(), _detached(aux)), optree.tree_unflatten(treedef, grads)
+        return (loss.detach(), _detached(aux)), optree.tree_unflatten(treedef, _each_its_own(grads))
 
     return run
 
@@ -71,7 +71,9 @@ def accumulate_gradients(
     """
     leaves, treedef = optree.tree_flatten(params)
     if inside_transform():
-        return _add_up(value_and_grad(loss_fn)(params, batch) for batch in batches)
+        summed, grads = _add_up(_in_float32(value_and_grad(loss_fn)(params, batch)) for batch in batches)
+        wide = zip(leaves, optree.tree_leaves(grads), strict=True)
+        return summed, optree.tree_unflatten(treedef, [grad.to(leaf.dtype) for leaf, grad in wide])
     aliases = [leaf.detach().requires_grad_() for leaf in leaves]
     # Sums of half-precision gradients are kept in float32: 256 + 1 is 256 in bfloat16.
     coarse = [alias for alias in aliases if alias.dtype in (torch.float16, torch.bfloat16)]
@@ -82,6 +84,9 @@ def accumulate_gradients(
             loss, metrics = loss_fn(optree.tree_unflatten(treedef, aliases), batch)
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=aliases)  # adds into the aliases' .grad, in place
+        held = [alias for alias in aliases if alias.grad is not None]
+        for alias, own in zip(held, _each_its_own(alias.grad for alias in held), strict=True):
+            alias.grad = own
         for total, alias in zip(totals, coarse, strict=True):
             if alias.grad is not None:
                 total.add_(alias.grad)
@@ -93,6 +98,24 @@ def accumulate_gradients(
         alias.grad = total.to(alias.dtype)
     grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]
     return (loss, metrics), optree.tree_unflatten(treedef, grads)
+
+
+def _in_float32(part: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
+    """The gradients in float32 or better."""
+    return part[0], optree.tree_map(lambda grad: grad.to(torch.promote_types(grad.dtype, torch.float32)), part[1])
+
+
+def _each_its_own(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    """Gradients that can be changed in place: autograd may give one tensor, or views of one, to several leaves."""
+    seen: set[int] = set()
+    own: list[Tensor] = []
+    for grad in grads:
+        assert grad is not None
+        storage = grad.untyped_storage()
+        shared = storage.data_ptr() in seen or storage.nbytes() < grad.numel() * grad.element_size()
+        seen.add(storage.data_ptr())
+        own.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
+    return own
 
 
 def _detached(tree: Any) -> Any:

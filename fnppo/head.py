@@ -175,7 +175,7 @@ def _differentiable_gradients(
     """Gradients by autograd through the definition, chunk by chunk, which any outer transform can follow."""
     shared = (weight,) if bias is None else (weight, bias)
     grad_hidden: list[Tensor] = []
-    totals = [torch.zeros_like(parameter) for parameter in shared]
+    totals = [torch.zeros_like(parameter, dtype=_precise(parameter.dtype)) for parameter in shared]
     for hidden, ids, temp, grad_logprobs, grad_entropy in chunks:
 
         def chunk(
@@ -187,7 +187,8 @@ def _differentiable_gradients(
         grads = torch.func.vjp(chunk, hidden, *shared)[1](cotangents)
         grad_hidden.append(grads[0])
         totals = [total + grad for total, grad in zip(totals, grads[1:], strict=True)]
-    return torch.cat(grad_hidden), totals[0], None if bias is None else totals[1]
+    narrow = [total.to(parameter.dtype) for total, parameter in zip(totals, shared, strict=True)]
+    return torch.cat(grad_hidden), narrow[0], None if bias is None else narrow[1]
 
 
 def _fast_gradients(

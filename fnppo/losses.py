@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnppo.kl import KLEstimator, kl_k3
 from fnppo.metrics import Metrics
+from fnppo.transforms import inside_transform
 from fnppo.types import Targets, TokenStats
 
 
@@ -120,9 +121,10 @@ def clipped_surrogate(
     (tensor([-1.2000, -0.5000]), tensor([1., 0.]))
     """
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not isinstance(clip, Tensor) and not clip >= 0:
+        if not (isinstance(clip, Tensor) and inside_transform()) and not bool(torch.as_tensor(clip >= 0).all()):
             raise ValueError(f"{name} is {clip}; it is a distance from ratio 1 and cannot be negative.")
-    if dual_clip is not None and not isinstance(dual_clip, Tensor) and not dual_clip > 1:
+    known = dual_clip is not None and not (isinstance(dual_clip, Tensor) and inside_transform())
+    if known and not bool(torch.as_tensor(dual_clip > 1).all()):  # type: ignore[operator]
         raise ValueError(f"dual_clip is {dual_clip}; it bounds a ratio and must be above 1. None turns it off.")
     ratio = logratio.detach().exp()
     clips = {

@@ -126,7 +126,7 @@ def unpack_targets(
     return rectangle.index_put((targets.rows, targets.columns), values)
 
 
-def select_rows(batch: PaddedBatch, rows: Sequence[int] | Shaped[Tensor, " selected"]) -> PaddedBatch:
+def select_rows(batch: PaddedBatch, rows: Sequence[int] | Shaped[Tensor, "..."]) -> PaddedBatch:
     """The batch of the given rows, in the given order, with every column. A boolean mask of rows selects, too.
 
     Raises:
@@ -143,8 +143,10 @@ def select_rows(batch: PaddedBatch, rows: Sequence[int] | Shaped[Tensor, " selec
                 f"a mask of rows has shape {tuple(index.shape)}; the batch has {batch.input_ids.shape[0]} rows."
             )
         index = index.nonzero()[:, 0]
-    if index.is_floating_point() and index.numel():
+    if index.numel() and (index.is_floating_point() or index.dtype == torch.uint8):
         raise ValueError(f"rows have dtype {index.dtype}; give row numbers or a mask of booleans.")
+    if index.dim() != 1:
+        raise ValueError(f"rows have shape {tuple(index.shape)}; give a list of row numbers or a mask of booleans.")
     index = index.long()
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < batch.input_ids.shape[0]):
         raise ValueError(f"rows {index.tolist()} are not all in a batch of {batch.input_ids.shape[0]} rows.")

@@ -24,7 +24,7 @@ def generate(
     policy: Policy,
     max_new_tokens: int,
     seed: int,
-    eos_token_id: int | Sequence[int],
+    eos_token_id: int | Sequence[int] | None,
     temperature: float = 1.0,
     num_responses: int = 1,
     greedy: bool = False,
@@ -39,8 +39,8 @@ def generate(
         prompts: token ids of each prompt, at least one token each.
         max_new_tokens: limit of a response.
         seed: of the sampling.
-        eos_token_id: token or tokens that end a response. The end token belongs to the response and is learned. Give
-            `()` for responses of full length.
+        eos_token_id: token or tokens that end a response. The end token belongs to the response and is learned. None or
+            `()` is for responses of full length.
         temperature: above 0.
         num_responses: responses of each prompt. Its prompt is read once for all of them.
         greedy: take the most probable token instead of sampling.
@@ -73,15 +73,21 @@ def generate(
     ):
         if value < 1:
             raise ValueError(f"there are {value} {name}; generate needs at least 1.")
-    for row, prompt in enumerate(prompts):
+    rows = [[int(token) for token in prompt] for prompt in prompts]
+    for row, prompt in enumerate(rows):
         if not prompt:
             raise ValueError(f"prompt {row} is empty. Give it at least a BOS token.")
+        if not 0 <= min(prompt) <= max(prompt) < policy.vocab_size:
+            raise ValueError(
+                f"prompt {row} holds {min(prompt)} to {max(prompt)}, but the model's vocabulary has {policy.vocab_size} entries. "
+                "Check that tokenizer and model belong together."
+            )
     device = next(iter(params.values())).device
     width = max(map(len, prompts))
-    input_ids = torch.tensor([[pad_token_id] * (width - len(p)) + list(p) for p in prompts], device=device)
+    input_ids = torch.tensor([[0] * (width - len(p)) + p for p in rows], device=device)
     attention_mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
 
-    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    ends = [int(end) for end in torch.as_tensor(() if eos_token_id is None else eos_token_id).flatten()]
     recorder = _Recorder(temperature)
     with seeded(seed, device):
         sequences = functional_call(
@@ -93,7 +99,7 @@ def generate(
                 "max_new_tokens": max_new_tokens,
                 "do_sample": not greedy,
                 "eos_token_id": ends or None,
-                "pad_token_id": pad_token_id,
+                "pad_token_id": 0,  # put where a response has ended, and never read
             },
         )
     response = sequences[:, width:]
@@ -101,9 +107,10 @@ def generate(
     prompt_mask = attention_mask.repeat_interleave(num_responses, 0)
     nothing = torch.zeros_like(prompt_mask)
     logprobs = torch.where(exists, recorder.logprobs(response), 0)
+    attention_mask = torch.cat([prompt_mask, exists], 1)
     return PaddedBatch(
-        input_ids=sequences,
-        attention_mask=torch.cat([prompt_mask, exists], 1),
+        input_ids=torch.where(attention_mask, sequences, pad_token_id),
+        attention_mask=attention_mask,
         loss_mask=torch.cat([nothing, exists], 1),
         old_logprobs=torch.cat([nothing.to(logprobs.dtype), logprobs], 1),
         groups=torch.arange(len(prompts), device=device).repeat_interleave(num_responses),

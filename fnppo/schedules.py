@@ -1,7 +1,7 @@
 """Learning rates as functions of the number of steps taken so far.
 
-A schedule maps the step count, a 0-dim integer tensor, to a rate, a 0-dim float64 tensor (float32 where the device has
-no float64). The first step is step 0, and no warm-up wastes it on a rate of 0: it uses the rate that ends it.
+A schedule maps the step count, a 0-dim integer tensor, to a rate, a 0-dim float64 tensor. The first step is step 0, and
+no warm-up wastes it on a rate of 0: it uses the rate that ends it.
 """
 
 import math

@@ -146,3 +146,16 @@ def test_a_folder_is_put_back_when_its_replacement_fails(tmp_path, monkeypatch):
 def test_names_that_collide_are_refused(tmp_path):
     with pytest.raises(ValueError, match="two leaves of the tree have the same name"):
         save_checkpoint(tmp_path / "c.pt", {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, step=1)
+
+
+def test_old_weights_do_not_stay_beside_new_ones(tmp_path):
+    policy, params = fnppo.functional_policy(tiny("llama"))
+    save_pretrained(tmp_path / "model", params, policy=policy)
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json"):
+        (tmp_path / "model" / name).write_text("old")
+    save_pretrained(tmp_path / "model", params, policy=policy)
+    assert {p.name for p in (tmp_path / "model").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }

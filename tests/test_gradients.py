@@ -234,3 +234,32 @@ def test_parameters_that_ask_for_gradients_grow_no_graph(donate):
         )
         assert params["w"].grad_fn is None
     assert params["w"].tolist() == pytest.approx([0.697, 0.697], abs=1e-3)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_gradients_that_are_views_of_one_tensor(batches):
+    """Two micro-batches are twice one, and donation changes nothing, where autograd hands out views of one gradient."""
+    params = {"a": torch.ones(2, 2), "b": torch.ones(2, 2), "c": torch.ones(4)}
+    weights = torch.arange(4.0)
+    loss_fn = lambda p, _: (((p["a"].view(-1) + p["b"].view(-1) + p["c"]) * weights).sum(), Metrics())
+    _, grads = accumulate_gradients(loss_fn, params, [None] * batches)
+    assert all(g.flatten().tolist() == (batches * weights).tolist() for g in grads.values())
+    optimizer = fnppo.chain(fnppo.clip_by_global_norm(0.1), fnppo.sgd(1.0))
+    results = []
+    for donate in (False, True):
+        fresh = {n: p.clone() for n, p in params.items()}
+        results.append(
+            fnppo.train_step(
+                fresh, optimizer.init(fresh), [None] * batches, loss_fn=loss_fn, optimizer=optimizer, donate=donate
+            )[0]
+        )
+    assert_close(*results, rtol=0, atol=0)
+    _, grads = value_and_grad(lambda p, _: (sum(p.values()).sum(), ()))({n: torch.ones(3) for n in "ab"}, None)
+    clipped, _ = fnppo.clip_by_global_norm(0.1).update(grads, (), {}, donate=True)
+    assert clipped["a"].tolist() == clipped["b"].tolist() == pytest.approx([0.1 / 6**0.5] * 3, rel=1e-4)
+
+
+def test_half_precision_sums_inside_transforms():
+    params = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    run = lambda p: accumulate_gradients(lambda p, x: (p["w"] * x, Metrics()), p, [256.0] + [1.0] * 64)[1]
+    assert vmap(run)(params)["w"].tolist() == [320.0, 320.0]

@@ -187,5 +187,10 @@ def test_rows_by_mask():
         assert fnppo.select_rows(batch, mask).input_ids.tolist() == [[2, 5], [3, 6]]
     with pytest.raises(ValueError, match=r"a mask of rows has shape \(2,\); the batch has 3 rows"):
         fnppo.select_rows(batch, tensor([True, False]))
+    for rows, shape in ((tensor(1), r"\(\)"), (tensor([[1]]), r"\(1, 1\)")):
+        with pytest.raises(ValueError, match=f"rows have shape {shape}"):
+            fnppo.select_rows(batch, rows)
+    with pytest.raises(ValueError, match="rows have dtype torch.uint8"):
+        fnppo.select_rows(batch, tensor([1, 0, 1], dtype=torch.uint8))
     with pytest.raises(ValueError, match="rows have dtype torch.float32"):
         fnppo.select_rows(batch, tensor([0.0]))

@@ -196,6 +196,18 @@ class Repeating(nn.Module):
     """A module that is no causal LM."""
 
 
+class Shifted(nn.Module):
+    """Adds a little of the position before."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + 0.01 * nn.functional.pad(y, (0, 0, 1, 0))[:, :-1]
+
+
 class Cumulative(nn.Module):
     """Mixes positions outside of attention."""
 
@@ -250,7 +262,16 @@ def test_a_model_that_lets_sequences_see_each_other_is_refused():
     module = copy.deepcopy(tiny("llama"))
     mlp = module.model.layers[0].mlp
     mlp.act_fn = Cumulative()
-    with pytest.raises(ValueError, match="LlamaForCausalLM lets sequences of a packed batch see each other"):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        with pytest.raises(ValueError, match="LlamaForCausalLM lets sequences of a packed batch see each other"):
+            functional_policy(module.to(dtype))
+
+
+def test_a_small_leak_in_half_precision_is_refused():
+    """A shift of the residual stream, as some models have it; half precision must not hide it."""
+    module = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    module.model.layers[0].mlp = Shifted(module.model.layers[0].mlp)
+    with pytest.raises(ValueError, match="lets sequences of a packed batch see each other"):
         functional_policy(module)
 
 

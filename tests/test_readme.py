@@ -72,3 +72,8 @@ def test_every_metric_is_in_the_glossary():
     glossary = (ROOT / "docs" / "pages" / "metrics.md").read_text()
     for name in [*fnppo.summarize(metrics), "grad_norm", "steps"]:
         assert f"`{name}`" in glossary, name
+
+
+def test_no_placeholder_is_left():
+    for page in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        assert not re.search(r"\b(RESULTS|TODO|FIXME|XXX)\b", (ROOT / page).read_text())

@@ -136,8 +136,16 @@ def test_parameters_are_the_ones_given():
         ({"num_responses": 0}, "there are 0 num_responses"),
         ({"prompts": []}, "there are 0 prompts"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1], [99]]}, "prompt 1 holds 99 to 99, but the model's vocabulary has"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         sample(**options)
+
+
+def test_the_pad_token_is_never_read_and_no_end_is_no_end():
+    batch, other = sample(), sample(pad_token_id=-1)
+    assert torch.equal(batch.old_logprobs, other.old_logprobs)
+    assert bool((other.input_ids[~other.attention_mask] == -1).all())
+    assert torch.equal(sample(eos_token_id=None).input_ids, sample(eos_token_id=()).input_ids)

@@ -53,7 +53,7 @@ def demo(
 
     Ctrl-C stops after the current step; the same command then goes on, to the same bits as if it had never stopped.
     """
-    settings = {k: str(v) for k, v in locals().items() if k not in ("eval_questions", "save_every", "out")}
+    settings = {k: str(v) for k, v in locals().items() if k not in ("save_every", "out")}
     if threads:
         torch.set_num_threads(threads)
     tokenizer, module = load(model)
