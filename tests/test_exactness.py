@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB, tiny
 
 import fnppo
-from fnppo.testing import float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
+from fnppo.testing import float64_everywhere, oracle_loss_and_grads, oracle_stats, padded_batches, splits
 
 FAMILIES = ["llama", "gpt2", "mistral"]
 MORE_FAMILIES = ["tied", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
@@ -51,14 +51,13 @@ def loss_and_grads(family, batches, *, temperature, options=(), chunk_size=None)
 
 def oracle(family, batch, *, temperature):
     """(stats, loss, grads) of the oracle, with token-mean weights counted by hand."""
-    params = {name: p.detach().requires_grad_() for name, p in tiny(family).named_parameters()}
+    params = dict(tiny(family).named_parameters())
+    learned = [tuple(place) for place in batch.loss_mask.nonzero().tolist()]
+    weights = {place: 1 / len(learned) for place in learned}
     with float64_everywhere():
         stats = oracle_stats(tiny(family), params, batch, temperature=temperature)
-        loss = oracle_loss(stats, batch, {place: 1 / len(stats) for place in stats}, **LOSS)
-        if not loss.requires_grad:
-            return stats, loss, {name: torch.zeros_like(p) for name, p in params.items()}
-        grads = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
-    return stats, loss, dict(zip(params, grads, strict=True))
+        loss, grads = oracle_loss_and_grads(tiny(family), params, batch, weights, temperature=temperature, **LOSS)
+    return stats, loss, grads
 
 
 def check_layout(family, batch, temperature, layout, options=()):

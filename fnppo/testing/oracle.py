@@ -3,6 +3,7 @@
 Nothing here shares code with the paths that it judges.
 """
 
+import statistics
 from typing import Any
 
 import torch
@@ -81,6 +82,63 @@ def oracle_loss(
             loss = loss + kl_coef * ((-d).exp() - 1 + d)
         total = total + weights[place] * loss
     return total
+
+
+def oracle_loss_and_grads(
+    module: nn.Module,
+    params: Params,
+    batch: PaddedBatch,
+    weights: dict[tuple[int, int], float],
+    *,
+    temperature: float,
+    **loss_options: float,
+) -> tuple[Tensor, Params]:
+    """(loss, gradients) of `oracle_loss` on `oracle_stats`; parameters that the loss does not reach get zeros.
+
+    >>> from fnppo import padded_batch
+    >>> from fnppo.testing import tiny_llama
+    >>> module = tiny_llama().double()
+    >>> batch = padded_batch([[5]], [[6]], old_logprobs=[[-2.0]], advantages=[1.0])
+    >>> loss, grads = oracle_loss_and_grads(module, dict(module.named_parameters()), batch, {(0, 1): 1.0}, temperature=1.0)
+    >>> grads["lm_head.weight"].shape
+    torch.Size([13, 8])
+    """
+    params = {name: value.detach().requires_grad_() for name, value in params.items()}
+    loss = oracle_loss(oracle_stats(module, params, batch, temperature=temperature), batch, weights, **loss_options)
+    if not loss.requires_grad:
+        return loss, {name: torch.zeros_like(value) for name, value in params.items()}
+    grads = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
+    return loss.detach(), dict(zip(params, grads, strict=True))
+
+
+def oracle_grpo_advantages(
+    rewards: list[float], groups: list[int], *, normalize: bool = True, eps: float = 1e-6
+) -> list[float]:
+    """Reward minus the mean of its group, over the group's standard deviation; 0 where all rewards are equal.
+
+    >>> oracle_grpo_advantages([3.0, 1.0], [0, 0], normalize=False)
+    [1.0, -1.0]
+    """
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if len(set(members)) == 1:
+            advantages.append(0.0)
+            continue
+        centred = reward - statistics.fmean(members)
+        advantages.append(centred / (statistics.stdev(members) + eps) if normalize else centred)
+    return advantages
+
+
+def oracle_gae_advantages(rewards: list[float], values: list[float], *, gamma: float, lam: float) -> list[float]:
+    """One row's advantages as the sum of equation 16 of arXiv:1506.02438, over its learned tokens only.
+
+    >>> oracle_gae_advantages([0.0, 2.0], [0.5, 1.0], gamma=1.0, lam=0.5)
+    [1.0, 1.0]
+    """
+    following = [*values, 0.0][1:]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
 def _number(value: float) -> Tensor:

@@ -1,11 +1,15 @@
 """Hypothesis strategies for the batches that the field produces, and for ways to split them."""
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import strategies as st
 
 from fnppo.types import PaddedBatch
 
 NAN = float("nan")
+PADDING = ("none", "right", "left", "both", "holes")
+"""Where padding may stand: nowhere, after, before or on both sides of a row's tokens, and between them."""
 
 
 @st.composite
@@ -15,14 +19,31 @@ def padded_batches(
     vocab_size: int,
     max_rows: int = 4,
     max_length: int = 8,
+    min_rows: int = 1,
+    min_length: int = 0,
+    padding: Sequence[str] = PADDING,
+    garbage: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> PaddedBatch:
-    """Padding left, right, on both sides and as holes; multi-turn loss masks; rows of length 0 and 1; rows and batches
-    without a target; several responses to one prompt. Masked slots hold garbage: NaN in float columns, ids outside of any vocabulary in `input_ids`.
+    """Batches of every shape that the field produces.
+
+    Padding left, right, on both sides and as holes; multi-turn loss masks; rows of length 0 and 1; rows and batches
+    without a target; several responses to one prompt.
+
+    Args:
+        vocab_size: token ids are below this.
+        max_rows, max_length, min_rows, min_length: how many rows, and how many tokens a row may have; a row with holes
+            may have fewer than `min_length`.
+        padding: where padding may stand, see `PADDING`; the first is what a failing example shrinks to.
+        garbage: fill slots that nobody may read with what does harm: NaN in float columns, ids outside of any
+            vocabulary. False fills them with 0.
+        dtype: of the float columns.
+
+    >>> batch = padded_batches(vocab_size=13, padding=["left"]).example()  # doctest: +SKIP
     """
-    rows = draw(st.integers(1, max_rows))
-    width = draw(st.integers(1, max_length))
-    kind = draw(st.sampled_from(["left", "right", "both", "holes", "none"]))
+    rows = draw(st.integers(min_rows, max_rows))
+    width = draw(st.integers(max(min_length, 1), max_length))
+    kind = draw(st.sampled_from(list(padding)))
     attention, loss = torch.zeros(rows, width, dtype=torch.bool), torch.zeros(rows, width, dtype=torch.bool)
     for row in range(rows):
         if kind == "none":
@@ -30,7 +51,7 @@ def padded_batches(
         elif kind == "holes":
             attention[row] = torch.tensor(draw(st.lists(st.booleans(), min_size=width, max_size=width)))
         else:
-            length = draw(st.integers(0, width))
+            length = draw(st.integers(min_length, width))
             start = {"left": width - length, "right": 0, "both": (width - length) // 2}[kind]
             attention[row, start : start + length] = True
         exists = attention[row].nonzero()[:, 0].tolist()
@@ -47,11 +68,11 @@ def padded_batches(
             loss[row] = loss[source] & ((loss[source].cumsum(0) == 1) | (torch.rand(width, generator=generator) < 0.5))
 
     def live(values: torch.Tensor) -> torch.Tensor:
-        return torch.where(loss, values, NAN)
+        return torch.where(loss, values, NAN if garbage else 0.0)
 
     normal = torch.randn(3, rows, width, generator=generator, dtype=dtype)
     return PaddedBatch(
-        input_ids=torch.where(attention, ids, draw(st.sampled_from([-100, 0, 10**6]))),
+        input_ids=torch.where(attention, ids, draw(st.sampled_from([-100, 0, 10**6])) if garbage else 0),
         attention_mask=attention,
         loss_mask=loss,
         # around log(1/vocab), so that ratios fall on both sides of the clips
