@@ -81,6 +81,28 @@ def segments_of(inputs: PackedInputs | PaddedInputs) -> Segments:
     return Segments(ids, inputs.position_ids[None], packed, ancestors.to(device))
 
 
+def chunks_of(segments: Segments, size: int) -> Segments:
+    """The segments cut where `position // size` changes: what a layer sees whose attention stays within such chunks.
+
+    A piece goes on with the pieces of its ancestors that lie in the same chunk.
+    """
+    number = segments.positions // size
+    if segments.packed is None:
+        return segments._replace(ids=torch.where(segments.ids >= 0, number, -1))
+    owner, number = segments.ids[0], number[0]
+    starts = torch.ones_like(owner, dtype=torch.bool)
+    starts[1:] = (owner.diff() != 0) | (number.diff() != 0)
+    piece = starts.cumsum(0) - 1
+    queries = tuple(piece.bincount().tolist())
+    if segments.ancestors is None:
+        return Segments(piece[None], segments.positions, PackedSegments(queries, queries, None))
+    owner, number = owner[starts], number[starts]  # of each piece
+    ancestors = segments.ancestors[owner[:, None], owner] & (number[:, None] == number)
+    reads = ancestors[:, piece]  # [pieces, tokens]; ancestors stand before their descendants, so the order is that of the line
+    packed = PackedSegments(queries, tuple(reads.sum(1).tolist()), reads.nonzero()[:, 1])
+    return Segments(piece[None], segments.positions, packed, ancestors)
+
+
 def choose_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, **asked: Any) -> Tensor:
     """The fastest backend that can do what is asked; the default.
 

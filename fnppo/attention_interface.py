@@ -22,6 +22,12 @@ IGNORED = {
 }  # fmt: skip
 """Arguments that models pass along and that say nothing which the segments do not say."""
 
+UNDERSTOOD = {
+    "causal_mask_function", "sliding_window_overlay", "chunked_overlay", "and_masks", "padding_mask_function",
+    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
+"""Parts of a mask that the segments and the mark say."""
+
 
 def register() -> None:
     """Make the attention known to transformers under `NAME`, with the function that it calls in place of building masks."""
@@ -31,15 +37,27 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, window_mark)
 
 
-def window_mark(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Int[Tensor, "1 1 1 1"]:
-    """In the place of a mask: the window that the mask would have had, or 0 for none.
+def window_mark(
+    *, local_size: int | None = None, mask_function: Any = None, use_vmap: bool = False, **_: Any
+) -> Int[Tensor, "1 1 1 1"]:
+    """In the place of a mask: the window n that the mask would have had as n, chunks of n as -n, and 0 for neither.
 
     The segments say all else that a causal mask says. The mark goes the way of the mask, through the model's layers to
     `attention_forward`, so a window is known also for models that do not pass it on as a keyword.
     """
-    if use_vmap:
+    parts = set() if mask_function is None else _parts(mask_function)
+    if use_vmap or parts - UNDERSTOOD:
         raise ValueError("the model lays a pattern of its own over the causal mask, which would be lost.")
-    return torch.full((1, 1, 1, 1), local_size or 0)
+    size = local_size or 0
+    return torch.full((1, 1, 1, 1), -size if "chunked_overlay" in parts else size)
+
+
+def _parts(mask_function: Any) -> set[str]:
+    """Names of the functions of transformers.masking_utils of which a mask function is composed, by closures."""
+    held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    inner = [part for content in held for part in (content if isinstance(content, tuple) else (content,))]
+    name = mask_function.__qualname__.split(".")[0]
+    return {name}.union(*(_parts(part) for part in inner if hasattr(part, "__closure__")))
 
 
 def attention_forward(
@@ -68,12 +86,14 @@ def attention_forward(
     unknown = sorted(key for key, given in others.items() if given is not None and key not in IGNORED)
     if unknown:
         raise ValueError(f"{name} asks its attention for {', '.join(unknown)}, which no backend has.")
+    window, chunk = _window(name, attention_mask, sliding_window)
     output = attend(
         query,
         key,
         value,
+        chunk=chunk,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=_window(name, attention_mask, sliding_window),
+        window=window,
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout,
@@ -81,18 +101,21 @@ def attention_forward(
     return rearrange(output, "batch heads tokens dim -> batch tokens heads dim").contiguous(), None
 
 
-def _window(name: str, attention_mask: Tensor | None, sliding_window: int | None) -> int | None:
-    """The window of a layer, from the mark and from the keyword, which must not contradict each other."""
+def _window(
+    name: str, attention_mask: Tensor | None, sliding_window: int | None
+) -> tuple[int | None, int | None]:
+    """(window, chunk) of a layer, from the mark and from the keyword, which must not contradict each other."""
     if attention_mask is None or attention_mask.dim() == 2:  # the model makes no mask; 2-D is the padding as it came
-        return sliding_window
+        return sliding_window, None
     if attention_mask.shape != (1, 1, 1, 1) or attention_mask.dtype != torch.long:
         raise ValueError(
             f"{name} brings a mask of its own, of shape {tuple(attention_mask.shape)}, which would be lost."
         )
-    window = int(attention_mask) or None
+    mark = int(attention_mask)
+    window, chunk = (mark if mark > 0 else None), (-mark if mark < 0 else None)
     if sliding_window is not None and sliding_window != window:
         raise ValueError(
             f"{name} asks for a window of {sliding_window} by keyword and of {window} in its mask, so transformers' own "
             "backends disagree about it. Set sliding_window in the config to None."
         )
-    return window
+    return window, chunk

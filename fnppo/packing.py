@@ -80,28 +80,35 @@ def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: 
 
 
 def pad_sequences(batch: PaddedBatch) -> ModelBatch:
-    """Keep the rectangle: one row a sequence, with a mask. The same targets as `pack_sequences`, in the same order.
+    """One row a sequence, as wide as the longest: its existing tokens from the left on, padding on the right only.
+
+    So nothing that exists ever comes after padding, and a causal model, also one with a recurrent state, computes for a
+    row what it computes for the row alone. The same targets as `pack_sequences`, in the same order.
 
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
     >>> inputs, targets = pad_sequences(batch)
-    >>> inputs.position_ids
-    tensor([[0, 0, 1],
-            [0, 1, 2]])
+    >>> inputs.input_ids
+    tensor([[5, 6, 0],
+            [7, 8, 9]])
     >>> targets.token_ids, targets.predictors
-    (tensor([6, 9]), tensor([1, 4]))
+    (tensor([6, 9]), tensor([0, 4]))
     """
     batch = check_batch(batch)
-    if batch.input_ids.numel() == 0:  # a model needs one token: a filler that no target points to
-        filler = batch.input_ids.new_zeros(1, 1)
-        kept = _kept(batch)
-        return ModelBatch(PaddedInputs(filler, filler.long(), filler == 1), _targets(batch, kept, location=kept))
-    inputs = PaddedInputs(
-        input_ids=torch.where(batch.attention_mask, batch.input_ids, 0),
-        position_ids=_positions(batch),
-        attention_mask=batch.attention_mask,
-    )
     kept = _kept(batch)
-    return ModelBatch(inputs, _targets(batch, kept, location=kept))
+    counts = batch.attention_mask.sum(1)
+    if counts.numel() == 0:  # a model needs one token: a filler that no target points to
+        counts = counts.new_zeros(1)
+    rows, width = counts.numel(), max(int(counts.max()), 1)
+    columns = torch.arange(width, device=kept.device)
+    mask = columns < counts[:, None]
+    place = rearrange(mask, "batch seq -> (batch seq)").nonzero()[:, 0]
+    ids = batch.input_ids.new_zeros(rows * width).index_put((place,), batch.input_ids.flatten()[kept])
+    inputs = PaddedInputs(
+        input_ids=rearrange(ids, "(batch seq) -> batch seq", batch=rows),
+        position_ids=columns.expand(rows, width),
+        attention_mask=mask,
+    )
+    return ModelBatch(inputs, _targets(batch, kept, location=place))
 
 
 def unpack_targets(

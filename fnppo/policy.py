@@ -7,7 +7,8 @@ a silent use of the module's own weights, and the module that the caller holds i
 
 import copy
 import dataclasses
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fnppo import attention_interface
-from fnppo.attention import Attention, choose_attention, segments_of
+from fnppo.attention import Attention, Segments, choose_attention, chunks_of, segments_of
 from fnppo.head import LinearHead
 from fnppo.remat import rematerialize
 from fnppo.seeding import seeded
@@ -35,8 +36,12 @@ def functional_policy(
 ) -> tuple["Policy", Params]:
     """A causal LM from transformers as a pure policy and its parameters.
 
+    A model whose attention goes through transformers' attention interface, and that mixes tokens nowhere else, reads
+    packed batches. Any other causal model (a recurrent state, an attention of its own) reads padded ones, with the
+    attention it came with: `Policy.padded_only` says why. Which it is, is found by running a few tokens.
+
     Args:
-        module: any causal LM whose attention goes through transformers' attention interface.
+        module: any causal LM from transformers.
         attention: a backend from `fnppo.attention`; the default chooses by device, dtype and what the model asks.
         remat: recompute each layer in the backward (gradient checkpointing), so that memory grows with one layer's
             activations and not with all of them. The numbers stay the same.
@@ -49,8 +54,8 @@ def functional_policy(
         The policy, and its parameters, which share memory with the module's. Tied weights are in it once.
 
     Raises:
-        ValueError: the model is no causal LM, keeps its attention to itself, lets packed sequences see each other, has
-            a head that is not linear (up to bias, scale and softcap), or has dropout in training mode and no seed.
+        ValueError: the model is no causal LM, reads later tokens, has a head that is not linear (up to bias, scale and
+            softcap), has dropout in training mode and no seed, or cannot read what `attention`, if given, is for.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -59,11 +64,9 @@ def functional_policy(
     ('lm_head.weight', torch.Size([11, 8]))
     """
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    policy = Policy(
-        _skeleton(module).eval(), _describe_head(module), attention, None, module.config._attn_implementation
-    )
-    _check_against(module, policy, params)
-    policy = dataclasses.replace(policy, skeleton=_skeleton(module).train(train), dropout_seed=dropout_seed)
+    policy = _choose(module, attention, params)
+    skeleton = _skeleton(module, packed=policy.padded_only is None).train(train)
+    policy = dataclasses.replace(policy, skeleton=skeleton, dropout_seed=dropout_seed)
     if train and dropout_seed is None and _is_random(policy, params):
         raise ValueError(
             f"{type(module).__name__} is random in training mode (dropout, layer drop or jitter), so old and new log-probs "
@@ -84,6 +87,8 @@ class Policy:
     dropout_seed: int | None = None
     sampling_attention: str = "eager"
     """transformers' name of the attention that the module came with, used when it samples with a cache."""
+    padded_only: str | None = None
+    """Why it cannot read packed inputs, and reads padded ones with its own attention; None where it reads both."""
 
     def hidden_states(self, params: Params, inputs: PackedInputs | PaddedInputs) -> Float[Tensor, "tokens hidden"]:
         """Last hidden state of every position, after the final norm; padded inputs come out flattened, row by row."""
@@ -91,14 +96,7 @@ class Policy:
             raise ValueError(
                 "jvp of jvp through torch's layer_norm is silently wrong. Take the second derivative with jvp of grad."
             )
-        add_batch = slice(None) if isinstance(inputs, PaddedInputs) else None
-        arguments = {
-            "input_ids": inputs.input_ids[add_batch],
-            "position_ids": inputs.position_ids[add_batch],
-            "attention_mask": inputs.attention_mask if isinstance(inputs, PaddedInputs) else None,
-            "use_cache": False,
-            "attend": partial(_attend, self.attention, segments_of(inputs)),
-        }
+        arguments = {"use_cache": False} | (self._own if self.padded_only else self._ours)(inputs)
         prefix, backbone = _backbone(self.skeleton)
         own = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
         if missing := sorted(dict(backbone.named_parameters()).keys() - own.keys()):
@@ -117,9 +115,41 @@ class Policy:
                 hidden = functional_call(backbone, own, kwargs=arguments).last_hidden_state
         return rearrange(hidden, "batch seq hidden -> (batch seq) hidden")
 
+    def _ours(self, inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
+        """Arguments of the model's forward under our attention, which knows the segments."""
+        segments = segments_of(inputs)
+        add_batch = slice(None) if isinstance(inputs, PaddedInputs) else None
+        return {
+            "input_ids": inputs.input_ids[add_batch],
+            "position_ids": inputs.position_ids[add_batch],
+            "attention_mask": inputs.attention_mask if isinstance(inputs, PaddedInputs) else None,
+            "attend": partial(_attend, self.attention, segments, cache(partial(chunks_of, segments))),
+        }
+
+    def _own(self, inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
+        """Arguments under the model's own attention: the tokens alone. It is causal, so what stands on the right of a
+        row is not seen, and needs no mask, which the model might read in ways of its own.
+        """
+        if not isinstance(inputs, PaddedInputs):
+            raise ValueError(
+                f"the batch is packed, and the model can read padded ones only: {self.padded_only} Use pad_sequences "
+                "(layout=padded)."
+            )
+        mask = inputs.attention_mask
+        if not inside_transform() and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+            raise ValueError(
+                "the batch has padding on the left of a token, which the model would read. pad_sequences has it on the right."
+            )
+        return {"input_ids": inputs.input_ids}
+
     def with_dropout_seed(self, seed: int) -> "Policy":
         """The same policy with other dropout masks."""
         return dataclasses.replace(self, dropout_seed=seed)
+
+    @property
+    def layout(self) -> str:
+        """The layout that it is meant for: packed, or padded where it cannot be packed."""
+        return "packed" if self.padded_only is None else "padded"
 
     @property
     def vocab_size(self) -> int:
@@ -148,33 +178,67 @@ class Head(NamedTuple):
         return LinearHead(params[self.weight], params[self.bias] if self.bias else None, self.scale, self.softcap)
 
 
-def _attend(backend: Attention, segments: Any, *arguments: Any, **asked: Any) -> Tensor:
-    query, key, value = arguments
-    return backend(query, key, value, segments, **asked)
+def _attend(
+    backend: Attention,
+    segments: Segments,
+    chunks: Callable[[int], Segments],
+    *tensors: Tensor,
+    chunk: int | None,
+    **asked: Any,
+) -> Tensor:
+    return backend(*tensors, segments if chunk is None else chunks(chunk), **asked)
 
 
-def _skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters are on the meta device, and whose attention is ours."""
-    if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
-        raise ValueError(f"{type(module).__name__} is no causal LM from transformers: it has no output embeddings.")
-    attention_interface.register()
+def _choose(module: Any, attention: Attention, params: Params) -> Policy:
+    """The policy that packs, if the model allows it, else the one that pads; checked against the module itself."""
+    head, own = _describe_head(module), getattr(module.config, "_attn_implementation", "eager")
+    try:
+        policy = Policy(_skeleton(module, packed=True).eval(), head, attention, None, own)
+        _check_against(module, policy, params)
+        return policy
+    except _Impossible:
+        raise
+    except Exception as error:  # a model may fail in any way on what it does not know
+        if attention is not choose_attention:
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(module).__name__} fails on packed tokens: "
+        reason = kind + str(error).strip().split("\n")[0]
+    policy = Policy(_skeleton(module, packed=False).eval(), head, attention, None, own, reason)
+    try:
+        _check_against(module, policy, params)
+    except ValueError as error:
+        raise ValueError(reason if str(error) == reason else f"{reason} Padded: {error}") from None
+    return policy
+
+
+class _Impossible(ValueError):
+    """A reason that holds for every layout."""
+
+
+def _skeleton(module: nn.Module, *, packed: bool) -> nn.Module:
+    """A copy of the module whose parameters are on the meta device; to read packed tokens, with our attention."""
+    name = type(module).__name__
+    if rope := sorted(_rope_types(module) & {"dynamic", "longrope"}):
+        raise _Impossible(
+            f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
+            "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
+        )
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
     skeleton: Any = copy.deepcopy(module, memo)
+    if not packed:
+        return skeleton
+    attention_interface.register()
     skeleton.set_attn_implementation(attention_interface.NAME)
     if skeleton.config._attn_implementation != attention_interface.NAME:
         raise ValueError(
-            f"{type(module).__name__} does not take its attention from transformers' attention interface, so sequences "
+            f"{name} does not take its attention from transformers' attention interface, so sequences "
             "cannot be kept apart in it."
         )
+    # Short probes cannot tell these: a pattern that chooses among many tokens chooses all of a few.
     kinds = set(getattr(skeleton.config.get_text_config(), "layer_types", None) or [])
-    if rope := sorted(_rope_types(skeleton) & {"dynamic", "longrope"}):
+    if strange := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}):
         raise ValueError(
-            f"{type(module).__name__} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
-            "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
-        )
-    if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ValueError(
-            f"{type(module).__name__} has layers of type {', '.join(strange)}, which are not supported yet."
+            f"{name} has layers of type {', '.join(strange)}, which do not know where a packed sequence ends."
         )
     return skeleton
 
@@ -199,19 +263,21 @@ def _is_random(policy: "Policy", params: Params) -> bool:
     device = next(iter(params.values())).device
     if device.type == "meta":
         return False
-    inputs = _packed(torch.arange(8, device=device) % policy.vocab_size)
+    tokens = torch.arange(8, device=device) % policy.vocab_size
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     with torch.no_grad(), seeded(0, device):
         before = [generator.get_state() for generator in generators]
-        policy.hidden_states(params, inputs)
+        _hidden(policy, params, tokens)
         after = [generator.get_state() for generator in generators]
     return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def _describe_head(module: Any) -> Head:
     """Read the head off the module: tied weights get the name under which `named_parameters` knows them."""
+    if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
+        raise ValueError(f"{type(module).__name__} is no causal LM from transformers: it has no output embeddings.")
     linear = module.get_output_embeddings()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     if linear is None or id(getattr(linear, "weight", None)) not in names:
@@ -230,41 +296,62 @@ def _describe_head(module: Any) -> Head:
 
 
 def _check_against(module: Any, policy: Policy, params: Params) -> None:
-    """Run a few tokens through both. Refuse the model by name where they disagree or where sequences see each other."""
+    """Run a few tokens through both. Refuse the model by name where they disagree or where tokens see what they may not."""
     name = type(module).__name__
     device = next(iter(params.values())).device
     if device.type == "meta":
         return  # nothing to compare: an architecture without weights
-    first, other, second = (_probe(module, tokens, device) for tokens in ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5), (3, 1, 2)))
+    first, other, second, later = (
+        _probe(module, tokens, device) for tokens in ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5), (3, 1, 2), (1, 2, 3, 4, 6))
+    )
     with torch.no_grad():
-        hidden = policy.hidden_states(params, _packed(first, second))
+        hidden = _hidden(policy, params, first, second)
         logits = policy.head.bind(params).logits(hidden)
-        leaks = _leaks(policy, params, first, other, second)
-        if leaks and hidden.dtype in (torch.float16, torch.bfloat16):
-            # A rounding of half precision, where experts see other groups of tokens, or a leak? float32 tells.
-            single = {key: value.float() if value.is_floating_point() else value for key, value in params.items()}
-            leaks = _leaks(policy, single, first, other, second)
         own = policy.with_own_attention()
         alone = [
             functional_call(own, params, kwargs={"input_ids": ids[None], "use_cache": False}) for ids in (first, second)
         ]
         expected = torch.cat([output.logits[0] for output in alone])
-    if leaks:
-        raise ValueError(f"{name} lets sequences of a packed batch see each other. It cannot be used packed.")
+        if _moves(policy, params, (first, second), (later, second), slice(0, first.numel() - 1)):
+            raise ValueError(f"{name} lets a token see those after it, so it gives no probability of the next token.")
+        if _moves(policy, params, (first, second), (other, second), slice(first.numel(), None)):
+            raise ValueError(f"{name} lets sequences of a {policy.layout} batch see each other.")
     eps = max(torch.finfo(hidden.dtype).eps, torch.finfo(torch.float32).eps)  # models keep parts in float32
     error = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
     tolerance = 1e-4 if eps < 1e-6 else 32 * eps
     if not error <= tolerance:
         raise ValueError(
-            f"{name}: packed logits differ from the model's own by {error:.1e} of the largest (limit {tolerance:.0e}). "
-            f"Its head or its attention is not what was read off it: {policy.head}."
+            f"{name}: {policy.layout} logits differ from the model's own by {error:.1e} of the largest (limit "
+            f"{tolerance:.0e}). Its head or its attention is not what was read off it: {policy.head}."
         )
 
 
-def _leaks(policy: Policy, params: Params, first: Tensor, other: Tensor, second: Tensor) -> bool:
-    """Whether the second sequence changes when the first is another, by more than a rounding of float32."""
-    before, after = (policy.hidden_states(params, _packed(ids, second))[first.numel() :] for ids in (first, other))
-    return bool((after - before).abs().max() > 16 * torch.finfo(torch.float32).eps * before.abs().max())
+def _moves(policy: Policy, params: Params, before: Sequence[Tensor], after: Sequence[Tensor], places: slice) -> bool:
+    """Whether hidden states at `places` change with the sequences, by more than a rounding of float32.
+
+    In half precision an expert that sees another group of tokens may round otherwise, so float32 decides.
+    """
+
+    def change(params: Params) -> tuple[bool, torch.dtype]:
+        a, b = (_hidden(policy, params, *sequences)[places] for sequences in (before, after))
+        return bool((a - b).abs().max() > 16 * torch.finfo(torch.float32).eps * a.abs().max()), a.dtype
+
+    moved, dtype = change(params)
+    if moved and dtype in (torch.float16, torch.bfloat16):
+        moved, _ = change({key: value.float() if value.is_floating_point() else value for key, value in params.items()})
+    return moved
+
+
+def _hidden(policy: Policy, params: Params, *sequences: Int[Tensor, " _"]) -> Float[Tensor, "tokens hidden"]:
+    """Hidden states of the sequences' tokens, in the layout that the policy is for."""
+    if policy.padded_only is None:
+        return policy.hidden_states(params, _packed(*sequences))
+    ids = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=ids.device)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    mask = columns < lengths[:, None]
+    hidden = policy.hidden_states(params, PaddedInputs(ids, columns.expand_as(ids), mask))
+    return hidden[rearrange(mask, "batch seq -> (batch seq)")]
 
 
 def _probe(module: Any, tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " tokens"]:
