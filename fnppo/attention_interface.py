@@ -29,6 +29,10 @@ UNDERSTOOD = {
 """Parts of a mask that the segments and the mark say."""
 
 
+class Impossible(ValueError):
+    """A reason that holds for every layout, also with the model's own attention."""
+
+
 def register() -> None:
     """Make the attention known to transformers under `NAME`, with the function that it calls in place of building masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -114,7 +118,7 @@ def _window(
     mark = int(attention_mask)
     window, chunk = (mark if mark > 0 else None), (-mark if mark < 0 else None)
     if sliding_window is not None and sliding_window != window:
-        raise ValueError(
+        raise Impossible(
             f"{name} asks for a window of {sliding_window} by keyword and of {window} in its mask, so transformers' own "
             "backends disagree about it. Set sliding_window in the config to None."
         )

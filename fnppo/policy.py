@@ -196,7 +196,7 @@ def _choose(module: Any, attention: Attention, params: Params) -> Policy:
         policy = Policy(_skeleton(module, packed=True).eval(), head, attention, None, own)
         _check_against(module, policy, params)
         return policy
-    except _Impossible:
+    except attention_interface.Impossible:
         raise
     except Exception as error:  # a model may fail in any way on what it does not know
         if attention is not choose_attention:
@@ -211,15 +211,11 @@ def _choose(module: Any, attention: Attention, params: Params) -> Policy:
     return policy
 
 
-class _Impossible(ValueError):
-    """A reason that holds for every layout."""
-
-
 def _skeleton(module: nn.Module, *, packed: bool) -> nn.Module:
     """A copy of the module whose parameters are on the meta device; to read packed tokens, with our attention."""
     name = type(module).__name__
     if rope := sorted(_rope_types(module) & {"dynamic", "longrope"}):
-        raise _Impossible(
+        raise attention_interface.Impossible(
             f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
             "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
         )

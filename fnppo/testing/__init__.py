@@ -1,5 +1,9 @@
-"""Tools to test trainers with: a naive float64 oracle, hypothesis strategies and assertions. Needs `fnppo[testing]`."""
+"""Tools to test trainers with: assertions, hypothesis strategies, a naive float64 oracle, tiny models of every architecture.
 
+Needs `pip install fnppo[testing]`.
+"""
+
+from fnppo.testing.architectures import causal_lms, tiny_causal_lm
 from fnppo.testing.equivalence import (
     assert_layout_invariant,
     assert_masked_values_unread,
@@ -16,13 +20,14 @@ from fnppo.testing.oracle import (
     oracle_loss_and_grads,
     oracle_stats,
 )
-from fnppo.testing.strategies import padded_batches, splits
+from fnppo.testing.strategies import padded_batches, splits, tiny_models
 
 __all__ = [
     "assert_layout_invariant",
     "assert_masked_values_unread",
     "assert_microbatch_invariant",
     "assert_rows_independent",
+    "causal_lms",
     "everyday_batches",
     "float64_everywhere",
     "oracle_gae_advantages",
@@ -32,5 +37,7 @@ __all__ = [
     "oracle_stats",
     "padded_batches",
     "splits",
+    "tiny_causal_lm",
     "tiny_llama",
+    "tiny_models",
 ]

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
+from fnppo.testing.architectures import tiny_causal_lm
 from fnppo.types import PaddedBatch
 
 NAN = float("nan")
@@ -95,3 +97,17 @@ def splits(draw: st.DrawFn, rows: int) -> list[list[int]]:
             groups.append([])
         groups[-1].append(row)
     return groups
+
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma2", "gpt2", "gpt_oss", "llama4", "deepseek_v3", "granite", "phi")
+"""Rotary and absolute positions, windows, chunks, softcaps, sinks, QK-norm, experts, latent attention, multipliers, biases."""
+
+
+@st.composite
+def tiny_models(draw: st.DrawFn, *, vocab_size: int = 13, architectures: Sequence[str] = FAMILIES) -> nn.Module:
+    """A tiny random causal LM of one of the `architectures`, in float64, without gradients, with eager attention.
+
+    Draw batches for it with `padded_batches(vocab_size=...)` of the same vocabulary.
+    """
+    model = tiny_causal_lm(draw(st.sampled_from(architectures)), vocab_size=vocab_size, seed=draw(st.integers(0, 9)))
+    return model.double().requires_grad_(False)
