@@ -172,7 +172,11 @@ def in_a_child(architecture: str, *, seconds: int) -> Result:
     child.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(seconds) else Result(architecture, {}, "not examined within the time limit")
+        return (
+            receiver.recv()
+            if receiver.poll(seconds)
+            else Result(architecture, {}, "not examined within the time limit")
+        )
     except EOFError:
         return Result(architecture, {}, "not examined: its process ended early")
     finally:

@@ -8,8 +8,9 @@
 import argparse
 
 import fnppo
-from fnppo.demo.model import decode, encode, load
+from fnppo.demo.chat import decode, encode
 from fnppo.demo.task import Question, questions, reward
+from fnppo.pretrained import load_model, load_tokenizer
 from fnppo.rollout import generate
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="runs/demo/model")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    tokenizer, module = load(options.model)
+    tokenizer, module = load_tokenizer(options.model), load_model(options.model)
     policy, params = fnppo.functional_policy(module)
     asked = sorted(set(questions(held_out=True, count=200, seed=options.seed)))
     prompts = [encode(tokenizer, question.text) for question in asked]

@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 import fnppo
-from fnppo.demo.model import encode, load
+from fnppo.demo.chat import encode
 from fnppo.demo.task import questions
+from fnppo.pretrained import load_model, load_tokenizer
 from fnppo.rollout import generate
 
 MAX_TOKENS = 1024
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--responses", type=int, default=8)
     options = parser.parse_args()
-    tokenizer, module = load(options.model)
+    tokenizer, module = load_tokenizer(options.model), load_model(options.model)
     policy, params = fnppo.functional_policy(module)
     asked = [encode(tokenizer, q.text) for q in questions(held_out=False, count=options.prompts, seed=0)]
     batch = generate(

@@ -105,9 +105,7 @@ def attention_forward(
     return rearrange(output, "batch heads tokens dim -> batch tokens heads dim").contiguous(), None
 
 
-def _window(
-    name: str, attention_mask: Tensor | None, sliding_window: int | None
-) -> tuple[int | None, int | None]:
+def _window(name: str, attention_mask: Tensor | None, sliding_window: int | None) -> tuple[int | None, int | None]:
     """(window, chunk) of a layer, from the mark and from the keyword, which must not contradict each other."""
     if attention_mask is None or attention_mask.dim() == 2:  # the model makes no mask; 2-D is the padding as it came
         return sliding_window, None

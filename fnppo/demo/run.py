@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fnppo
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
-from fnppo.demo.model import decode, encode, load
+from fnppo.demo.chat import decode, encode
 from fnppo.demo.report import (
     Evaluation,
     MetricsFile,
@@ -23,6 +23,7 @@ from fnppo.demo.report import (
     stopped_by_ctrl_c,
 )
 from fnppo.demo.task import Question, questions, reward
+from fnppo.pretrained import load_model, load_tokenizer
 from fnppo.rollout import generate
 
 console = Console(soft_wrap=True)
@@ -56,7 +57,7 @@ def demo(
     settings = {k: str(v) for k, v in locals().items() if k not in ("save_every", "out")}
     if threads:
         torch.set_num_threads(threads)
-    tokenizer, module = load(model)
+    tokenizer, module = load_tokenizer(model), load_model(model)
     same_settings(out / "settings.json", settings)
     policy, params = fnppo.functional_policy(module)
     del module  # from here on the weights are `params`

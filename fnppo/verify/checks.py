@@ -1,0 +1,193 @@
+"""The checks: every layout, and every other way to compute it, gives the model's own numbers."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fnppo.layouts import Layout, packed, padded, shared
+from fnppo.packing import select_rows
+from fnppo.policy import Policy
+from fnppo.remat import rematerialize
+from fnppo.types import ModelBatch, PaddedBatch
+from fnppo.verify.measure import (
+    Measured,
+    apart,
+    by_the_library,
+    grads_apart,
+    in_float64,
+    logprobs_by_the_library,
+    nats_apart,
+)
+from fnppo.verify.report import Check
+from fnppo.verify.subject import Subject
+
+LAYOUTS: dict[str, Layout] = {"packed": packed, "shared": shared, "padded": padded}
+CAUSES = {
+    "one by one": "A single row already differs from the model's own output: its head or its attention does something that "
+    "was not read off it. Do not train this model with fnppo.",
+    "packed": "The model does not keep packed rows apart. Use layout=padded.",
+    "shared": "A response does not see the shared prompt as its own. Use layout=packed.",
+    "padded": "The model reads padding, or counts it in positions. Use layout=packed.",
+}
+
+
+def layout(subject: Subject, name: str) -> Iterator[Check]:
+    """All rows in one layout, or each row by itself."""
+    if subject.policy.padded_only and name in ("packed", "shared"):
+        yield Check(name, None, f"refused: {subject.policy.padded_only} Use layout=padded.")
+        return
+    if name == "one by one":
+        pieces = [subject.lay(row) for row in range(subject.batch.input_ids.shape[0])]
+    else:
+        pieces = [LAYOUTS[name].lay(subject.batch)]
+    found = by_the_library(subject.policy, subject.params, pieces)
+    yield from _both(subject, name, found, cause=CAUSES[name])
+
+
+def rows(subject: Subject) -> Iterator[Check]:
+    """Other tokens in one row change nothing in the others."""
+    ids = subject.batch.input_ids.clone()
+    ids[0] = (ids[0] + 1) % subject.policy.vocab_size
+    others = subject.lay().targets.rows != 0
+    before, after = (
+        _logprobs(subject, batch)[others] for batch in (subject.batch, subject.batch._replace(input_ids=ids))
+    )
+    cause = "Rows see each other: experts with a capacity, or a statistic over the batch. Use micro-batches of one row."
+    yield subject.nats_check("rows do not leak", apart(after, before), cause=cause, found="other tokens in row 0")
+
+
+def positions(subject: Subject) -> Iterator[Check]:
+    """A row has the same log-probs as the last and as the first of the batch."""
+    last = subject.batch.input_ids.shape[0] - 1
+    here = _logprobs(subject, subject.batch)[subject.lay().targets.rows == last]
+    first = _logprobs(subject, select_rows(subject.batch, [last, *range(last)]))[: here.numel()]
+    cause = "Positions go on from the row before. Use layout=padded."
+    yield subject.nats_check("positions restart", apart(first, here), cause=cause, found=_if_positions_ran_on(subject))
+
+
+def _if_positions_ran_on(subject: Subject) -> str:
+    """Whether this model would show a missing restart at all."""
+    inputs, targets = subject.lay()
+    run_on = torch.arange(inputs.input_ids.numel(), device=inputs.input_ids.device).view_as(inputs.input_ids)
+    batch = ModelBatch(inputs._replace(position_ids=run_on), targets)
+    try:
+        change = apart(
+            logprobs_by_the_library(subject.policy, subject.params, batch), _logprobs(subject, subject.batch)
+        )
+    except (IndexError, RuntimeError):
+        return "a missing restart would leave the model's table of positions"
+    if change <= subject.nats:
+        return "positions are relative: a missing restart would not show"
+    return f"a missing restart would move log-probs by {change:.1g}"
+
+
+def head(subject: Subject) -> Iterator[Check]:
+    """The logits of a row, and the head a few targets at a time."""
+    with in_float64(subject.params), torch.no_grad():
+        hidden = subject.policy.hidden_states(
+            subject.params, subject.layout.lay(select_rows(subject.batch, [0])).inputs
+        )
+        logits = subject.policy.head.bind(subject.params).logits(hidden)
+    _, bias, scale, softcap = subject.policy.head
+    parts = (
+        ["linear"]
+        + ["bias"] * bool(bias)
+        + [f"scale {scale:g}"] * (scale != 1)
+        + [f"softcap {softcap}"] * bool(softcap)
+    )
+    cause = f"The head was read as {', '.join(parts)}, and is something else. Do not train this model with fnppo."
+    yield subject.nats_check("head: logits", apart(logits, subject.logits), cause=cause, found=", ".join(parts))
+    found = by_the_library(subject.policy, subject.params, [subject.lay()], chunk_size=3)
+    yield from _both(
+        subject, "head in chunks", found, cause="Chunks must not matter. Pass chunk_size=10**9, and report it."
+    )
+
+
+def tied_weights(subject: Subject) -> Iterator[Check]:
+    """One tensor for both ends is one parameter, whose gradient is the sum over both uses."""
+    name = subject.policy.head.weight
+    if subject.module.get_input_embeddings().weight is not subject.module.get_output_embeddings().weight:
+        yield Check("tied weights", None, "embedding and head are two tensors")
+        return
+    found = by_the_library(subject.policy, subject.params, [subject.lay()]).grads
+    error = grads_apart({name: found[name]}, {name: subject.reference.grads[name]})
+    cause = "The gradient misses one of the two uses. Untie the weights."
+    yield subject.grads_check("tied weights", error, cause=cause, found=f"one parameter, {name}")
+
+
+def remat(subject: Subject) -> Iterator[Check]:
+    """Layers that are computed again in the backward give the same gradients."""
+    again = _with_copied_skeleton(subject.policy)
+    rematerialize(again.skeleton)
+    plain, remade = (
+        by_the_library(policy, subject.params, [subject.lay()], wide=False) for policy in (subject.policy, again)
+    )
+    cause = "A layer computes something else the second time. Leave remat=False."
+    error = grads_apart(remade.grads, plain.grads)
+    yield subject.grads_check("remat: gradients", error, cause=cause, found="layers computed again in the backward")
+
+
+def dropout(subject: Subject) -> Iterator[Check]:
+    """In training mode the seed decides every mask."""
+    train = _with_copied_skeleton(subject.policy)
+    train.skeleton.train()
+    policies = [train.with_dropout_seed(seed) for seed in (0, 0, 1)]
+    first, again, other = (logprobs_by_the_library(policy, subject.params, subject.lay()) for policy in policies)
+    if torch.equal(first, other):
+        yield Check("dropout", None, "nothing is random in training mode")
+        return
+    cause = "The seed does not decide all masks, so old and new log-probs differ by chance. Leave train=False."
+    found = f"seeded; other masks move log-probs by {apart(first, other):.1g}"
+    yield subject.nats_check("dropout", apart(first, again), cause=cause, found=found)
+
+
+def micro_batches(subject: Subject) -> Iterator[Check]:
+    """The gradient is the sum over micro-batches, however the rows are cut."""
+    pieces = [subject.lay(0, 1), subject.lay(2), subject.lay(3)]
+    found = by_the_library(subject.policy, subject.params, pieces)
+    cause = "Something is computed over a whole micro-batch. Use micro-batches of one row."
+    yield from _both(subject, "micro-batches", found, cause=cause)
+
+
+def window(subject: Subject) -> Iterator[Check]:
+    """Whether the rows were long enough to see the end of an attention window."""
+    config = subject.module.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    sizes = {
+        "sliding window": ("sliding_attention", getattr(config, "sliding_window", None)),
+        "chunk": ("chunked_attention", getattr(config, "attention_chunk_size", None)),
+    }
+    length = subject.row().numel()
+    for name, (kind, size) in sizes.items():
+        if kind in kinds and size:
+            longer = (
+                "was in use"
+                if size < length
+                else f"was not reached: rows have {length} tokens. Try --length {size + 8}"
+            )
+            yield Check(name, True if size < length else None, f"{size} tokens, {longer}")
+
+
+FURTHER: tuple[Callable[[Subject], Iterator[Check]], ...] = (
+    window, rows, positions, head, tied_weights, remat, dropout, micro_batches,
+)  # fmt: skip
+
+
+def _both(subject: Subject, name: str, found: Measured, *, cause: str) -> Iterator[Check]:
+    nats, relative = nats_apart(found, subject.reference), grads_apart(found.grads, subject.reference.grads)
+    yield subject.nats_check(f"{name}: log-probs", nats, cause=cause, found="and entropies, in nats")
+    count = len(found.grads)
+    yield subject.grads_check(
+        f"{name}: gradients", relative, cause=cause, found=f"of {count} parameters, relative to each one's largest"
+    )
+
+
+def _with_copied_skeleton(policy: Policy) -> Policy:
+    return dataclasses.replace(policy, skeleton=copy.deepcopy(policy.skeleton))
+
+
+def _logprobs(subject: Subject, batch: PaddedBatch) -> Tensor:
+    return logprobs_by_the_library(subject.policy, subject.params, subject.layout.lay(batch))
