@@ -247,11 +247,13 @@ def _rope_types(module: nn.Module) -> set[str]:
 
 def _backbone(module: Any) -> tuple[str, nn.Module]:
     """The model below the head, and the prefix of its parameters' names."""
-    prefix = module.base_model_prefix
-    backbone = getattr(module, prefix, None)
+    backbone = getattr(module, module.base_model_prefix, None)
     if not isinstance(backbone, nn.Module):
+        backbone = module.get_decoder() if hasattr(module, "get_decoder") else module
+    if backbone is module or not isinstance(backbone, nn.Module):
         raise ValueError(f"{type(module).__name__} has no backbone under its head, and is not supported.")
-    return f"{prefix}.", backbone
+    name = next(name for name, child in module.named_modules() if child is backbone)
+    return f"{name}.", backbone
 
 
 def _is_random(policy: "Policy", params: Params) -> bool:

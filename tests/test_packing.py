@@ -31,9 +31,10 @@ def test_the_label_of_the_last_token_is_not_the_next_sequence():
 
 
 def test_positions_come_from_the_mask():
-    """B5."""
-    inputs = pad_sequences(batch_of([[0, 0, 1, 1, 1]])).inputs
-    assert inputs.position_ids.tolist() == [[0, 0, 0, 1, 2]]
+    """B5: also of the padding, which stands on the right only."""
+    inputs = pad_sequences(batch_of([[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]])).inputs
+    assert inputs.position_ids.tolist() == [[0, 1, 2]] * 2
+    assert inputs.attention_mask.tolist() == [[True, True, True], [True, False, False]]
 
 
 @pytest.mark.parametrize("layout", [pack_sequences, pad_sequences])
@@ -56,8 +57,8 @@ def test_holes():
     assert packed.inputs.position_ids.tolist() == [0, 1, 2] * 3
     assert packed.targets.predictors.tolist() == [6, 7]
     padded = pad_sequences(batch)
-    assert padded.inputs.position_ids[2, [0, 2, 3]].tolist() == [0, 1, 2]
-    assert padded.targets.predictors.tolist() == [10, 12]  # over the hole
+    assert padded.inputs.input_ids.tolist() == [[2, 3, 4], [5, 6, 7], [10, 12, 13]]
+    assert padded.targets.predictors.tolist() == [6, 7]  # over the hole
 
 
 def test_empty_rows_and_rows_of_one():

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import fnppo
 from fnppo import functional_policy
-from fnppo.testing import float64_everywhere, padded_batches
+from fnppo.testing import float64_everywhere, padded_batches, tiny_causal_lm
 
 FAMILIES = ["llama", "tied", "gpt2", "mistral", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
 BATCH = fnppo.padded_batch([[1, 2], [3]], [[4, 5], [6]])
@@ -208,6 +208,14 @@ class Shifted(nn.Module):
         return y + 0.01 * nn.functional.pad(y, (0, 0, 1, 0))[:, :-1]
 
 
+class Ahead(Shifted):
+    """Adds a little of the position after."""
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + 0.01 * nn.functional.pad(y, (0, 0, 0, 1))[:, 1:]
+
+
 class Cumulative(nn.Module):
     """Mixes positions outside of attention."""
 
@@ -227,52 +235,65 @@ def test_what_is_no_causal_lm_is_refused():
         functional_policy(transformers.LlamaModel(config))
 
 
-def test_a_model_with_its_own_attention_is_refused_by_name():
+def refuses_packed_and_pads(module, reason):
+    """Packed is refused for the reason, with the way out; padded is the model itself."""
+    policy, params = functional_policy(module)
+    assert policy.layout == "padded"
+    with pytest.raises(ValueError, match=f"the batch is packed, and .*{reason}.*Use pad_sequences"):
+        logprobs(policy, params)
+    ours = logprobs(policy, params, layout=fnppo.pad_sequences).logprobs
+    rows = [tensor([1, 2, 4, 5]), tensor([3, 6])]
+    own = [module(row[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0] for row in rows]
+    tolerance = 0.1 if params[policy.head.weight].dtype.itemsize == 2 else 1e-5
+    assert_close(ours.float(), torch.cat([own[0][1:], own[1]]), rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_with_its_own_attention_is_refused_packed_by_name():
     """B4: models that would not be told where sequences end."""
-    import transformers
+    refuses_packed_and_pads(tiny_causal_lm("bloom"), "Bloom.*interface")
 
-    module = transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=8, n_layer=1, n_head=2)
-    )
+
+def test_recurrent_layers_are_refused_packed_by_name():
+    refuses_packed_and_pads(tiny_causal_lm("mamba"), "MambaForCausalLM has layers of type linear_attention")
+
+
+def test_padding_before_a_token_is_refused_where_it_would_be_read():
+    policy, params = functional_policy(tiny_causal_lm("mamba"))
+    mask = tensor([[True, True, True], [False, True, True]])
+    inputs = fnppo.PaddedInputs(tensor([[1, 2, 3]] * 2), torch.arange(3).expand(2, 3), mask)
+    with pytest.raises(ValueError, match="has padding on the left of a token"):
+        policy.hidden_states(params, inputs)
+
+
+def test_a_backend_that_was_chosen_is_never_dropped():
+    """Where the attention that the caller wants cannot be used, there is no policy with another."""
     with pytest.raises(ValueError, match="Bloom.*interface"):
+        functional_policy(tiny_causal_lm("bloom"), attention=fnppo.math_attention)
+
+
+def test_a_model_that_sees_later_tokens_is_refused():
+    module = copy.deepcopy(tiny("llama"))
+    module.model.layers[0].mlp = Ahead(module.model.layers[0].mlp)
+    with pytest.raises(ValueError, match="LlamaForCausalLM lets a token see those after it"):
         functional_policy(module)
+    with pytest.raises(ValueError, match="bidirectional|see those after it"):
+        functional_policy(tiny_causal_lm("bert-generation", is_decoder=False))
 
 
-def test_recurrent_and_chunked_layers_are_refused_by_name():
-    import transformers
-
-    llama4 = transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(
-            vocab_size=VOCAB, hidden_size=8, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=4,
-            num_attention_heads=2, num_key_value_heads=2, head_dim=4, num_local_experts=2, pad_token_id=0,
-        )
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="Llama4ForCausalLM has layers of type chunked_attention"):
-        functional_policy(llama4)
-    with pytest.raises(ValueError, match="MambaForCausalLM has layers of type linear_attention"):
-        functional_policy(
-            transformers.MambaForCausalLM(
-                transformers.MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
-            )
-        )
-
-
-def test_a_model_that_lets_sequences_see_each_other_is_refused():
+def test_a_model_that_lets_sequences_see_each_other_is_refused_packed():
     """B4: the self-test, on a model that reads its neighbours outside of attention."""
     module = copy.deepcopy(tiny("llama"))
     mlp = module.model.layers[0].mlp
     mlp.act_fn = Cumulative()
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        with pytest.raises(ValueError, match="LlamaForCausalLM lets sequences of a packed batch see each other"):
-            functional_policy(module.to(dtype))
+        refuses_packed_and_pads(module.to(dtype), "LlamaForCausalLM lets sequences of a packed batch see each other")
 
 
-def test_a_small_leak_in_half_precision_is_refused():
+def test_a_small_leak_in_half_precision_is_refused_packed():
     """A shift of the residual stream, as some models have it; half precision must not hide it."""
     module = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
     module.model.layers[0].mlp = Shifted(module.model.layers[0].mlp)
-    with pytest.raises(ValueError, match="lets sequences of a packed batch see each other"):
-        functional_policy(module)
+    refuses_packed_and_pads(module, "lets sequences of a packed batch see each other")
 
 
 def test_a_head_that_was_misread_is_refused():
