@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from fnppo import attention as module
 from fnppo.attention import (
     choose_attention,
+    chunks_of,
     flash_attention,
     math_attention,
     sdpa_attention,
@@ -37,14 +38,15 @@ def tensors(heads, kv_heads, tokens, batch=1, seed=0):
     return draw(heads, 4), draw(kv_heads, 4), draw(kv_heads, 3)
 
 
-def one_query_at_a_time(query, key, value, sequences, *, scaling, window=None, softcap=None, sinks=None):
+def one_query_at_a_time(query, key, value, sequences, *, scaling, window=None, chunk=None, softcap=None, sinks=None):
     """`sequences`: for each row of the batch, lists of the places that belong together, in order."""
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=F64)
     groups = query.shape[1] // key.shape[1]
     for b, rows in enumerate(sequences):
         for places in rows:
             for i, q in enumerate(places):
-                seen = places[max(0, i - window + 1) if window else 0 : i + 1]
+                first = max(0, i - window + 1 if window else 0, i // chunk * chunk if chunk else 0)
+                seen = places[first : i + 1]
                 for h in range(query.shape[1]):
                     scores = [(query[b, h, q] @ key[b, h // groups, k]).item() * scaling for k in seen]
                     if softcap:
@@ -59,10 +61,16 @@ ASKED = st.fixed_dictionaries(
     {
         "scaling": st.sampled_from([0.5, 1.0]),
         "window": st.sampled_from([None, 1, 2, 3, 50]),
+        "chunk": st.sampled_from([None, 1, 2, 3, 50]),
         "softcap": st.sampled_from([None, 1.5]),
         "sinks": st.sampled_from([None, "some"]),
     }
 )
+
+
+def run(backend, qkv, inputs, *, chunk=None, **asked):
+    segments = segments_of(inputs)
+    return backend(*qkv, segments if chunk is None else chunks_of(segments, chunk), **asked)
 
 
 @pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
@@ -75,12 +83,12 @@ def test_packed(backend, lengths, grouped, asked):
     qkv = [x.requires_grad_() for x in tensors(4, 2 if grouped else 4, sum(lengths))]
     bounds = inputs.cu_seqlens.tolist()
     places = [[list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]]
-    output = backend(*qkv, segments_of(inputs), **asked)
+    output = run(backend, qkv, inputs, **asked)
     assert_close(output, one_query_at_a_time(*qkv, places, **asked), rtol=1e-10, atol=1e-10)
     if backend is not math_attention:  # gradients against the definition
         seed = torch.randn(output.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
         ours = torch.autograd.grad((output * seed).sum(), qkv)
-        reference = torch.autograd.grad((math_attention(*qkv, segments_of(inputs), **asked) * seed).sum(), qkv)
+        reference = torch.autograd.grad((run(math_attention, qkv, inputs, **asked) * seed).sum(), qkv)
         assert_close(ours, reference, rtol=1e-10, atol=1e-10)
 
 
@@ -93,7 +101,7 @@ def test_padded_with_holes(backend, mask, asked):
     mask = tensor(mask)
     inputs = PaddedInputs(torch.zeros(mask.shape, dtype=torch.long), (mask.cumsum(1) - 1).clamp(min=0), mask)
     qkv = tensors(4, 2, 5, batch=mask.shape[0])
-    output = backend(*qkv, segments_of(inputs), **asked)
+    output = run(backend, qkv, inputs, **asked)
     expected = one_query_at_a_time(*qkv, [[row.nonzero()[:, 0].tolist()] for row in mask], **asked)
     real = mask[:, None, :, None].expand_as(output)
     assert_close(output[real], expected[real], rtol=1e-10, atol=1e-10)
@@ -209,24 +217,25 @@ def test_segments_that_continue_others(backend, asked):
         asked = asked | {"sinks": torch.linspace(-1, 1, 4, dtype=F64)}
     inputs, places = tree()
     qkv = [x.requires_grad_() for x in tensors(4, 2, 10)]
-    output = backend(*qkv, segments_of(inputs), **asked)
+    output = run(backend, qkv, inputs, **asked)
     for line in places:
         expected = one_query_at_a_time(*qkv, [[line]], **asked)
         assert_close(output[:, :, line], expected[:, :, line], rtol=1e-10, atol=1e-10)
     seed = torch.randn(output.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
     ours = torch.autograd.grad((output * seed).sum(), qkv)
-    reference = torch.autograd.grad((math_attention(*qkv, segments_of(inputs), **asked) * seed).sum(), qkv)
+    reference = torch.autograd.grad((run(math_attention, qkv, inputs, **asked) * seed).sum(), qkv)
     assert_close(ours, reference, rtol=1e-10, atol=1e-10)
 
 
-def test_the_cuda_kernels_get_the_keys_of_the_whole_line():
+@pytest.mark.parametrize("chunk", [None, 2, 3])
+def test_the_cuda_kernels_get_the_keys_of_the_whole_line(chunk):
     """What they are given, walked through by hand: causality aligned at the end of a segment gives the definition."""
     inputs, _ = tree()
-    segments = segments_of(inputs)
+    segments = segments_of(inputs) if chunk is None else chunks_of(segments_of(inputs), chunk)
     q, k, v = tensors(2, 2, 10)
     flat = [x[0].transpose(0, 1) for x in (q, k, v)]
     key, value, cu_q, cu_k, longest_q, longest_k = module._boundaries(flat[1], flat[2], segments)
-    assert (longest_q, longest_k) == (3, 7)
+    assert (longest_q, longest_k) == {None: (3, 7), 2: (2, 2), 3: (2, 3)}[chunk]
     outputs = []
     for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         n, m = int(q1 - q0), int(k1 - k0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from fnppo.attention_interface import attention_forward, window_mark
 
@@ -31,17 +32,25 @@ def test_what_a_model_asks_for_is_done_or_refused(given, reason):
         attention_forward(SomeAttention(), **CALL, **given)
 
 
+SLIDING = masking_utils.sliding_window_causal_mask_function(5)
+CHUNKED = masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.long))
+PACKED = masking_utils.remap_positions_for_packed_sequence(CHUNKED, torch.tensor([[0, 1, 0]]))
+
+
 @pytest.mark.parametrize(
-    ("mask", "keyword", "window"),
+    ("mask", "keyword", "window", "chunk"),
     [
-        (None, None, None),
-        (None, 3, 3),
-        (window_mark(), None, None),
-        (window_mark(local_size=5), None, 5),
-        (window_mark(local_size=5), 5, 5),
+        (None, None, None, None),
+        (None, 3, 3, None),
+        (window_mark(), None, None, None),
+        (window_mark(mask_function=masking_utils.causal_mask_function), None, None, None),
+        (window_mark(local_size=5), None, 5, None),
+        (window_mark(local_size=5, mask_function=SLIDING), 5, 5, None),
+        (window_mark(local_size=5, mask_function=CHUNKED), None, None, 5),
+        (window_mark(local_size=5, mask_function=PACKED), None, None, 5),
     ],
 )
-def test_where_a_window_comes_from(mask, keyword, window):
+def test_where_a_window_comes_from(mask, keyword, window, chunk):
     """From the keyword, or from the mask that a model would have built."""
     seen = {}
     attention_forward(
@@ -51,9 +60,13 @@ def test_where_a_window_comes_from(mask, keyword, window):
         sliding_window=keyword,
         attend=lambda q, *_, **asked: seen.update(asked) or q,
     )
-    assert seen["window"] == window
+    assert (seen["window"], seen["chunk"]) == (window, chunk)
 
 
 def test_a_pattern_over_the_mask_is_refused():
     with pytest.raises(ValueError, match="lays a pattern of its own"):
         window_mark(use_vmap=True)
+    blocks = masking_utils.blockwise_overlay(torch.zeros(1, 3, dtype=torch.long))
+    both_ways = masking_utils.or_masks(masking_utils.causal_mask_function, blocks)
+    with pytest.raises(ValueError, match="lays a pattern of its own"):
+        window_mark(mask_function=both_ways)
