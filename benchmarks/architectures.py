@@ -120,7 +120,7 @@ def examine(architecture: str) -> Result:
                 module = tiny_causal_lm(architecture, vocab_size=VOCAB).to(dtype)
                 errors, refused = compare(module)
             return Result(architecture, errors, refused, mechanisms(module), dtype)
-        except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, KeyError) as error:
+        except Exception as error:  # whatever keeps a model from running is what its line says
             reason = f"a tiny model of it does not run on tokens alone: {type(error).__name__}: {error}"
     return Result(architecture, {}, reason)
 

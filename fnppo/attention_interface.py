@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Int
+from jaxtyping import Shaped
 from torch import Tensor
 
 from fnppo.attention import Attention
@@ -43,13 +43,15 @@ def register() -> None:
 
 def window_mark(
     *, local_size: int | None = None, mask_function: Any = None, use_vmap: bool = False, **_: Any
-) -> Int[Tensor, "1 1 1 1"]:
+) -> Shaped[Tensor, "1 1 1 1"]:
     """In the place of a mask: the window n that the mask would have had as n, chunks of n as -n, and 0 for neither.
 
     The segments say all else that a causal mask says. The mark goes the way of the mask, through the model's layers to
     `attention_forward`, so a window is known also for models that do not pass it on as a keyword.
     """
     parts = set() if mask_function is None else _parts(mask_function)
+    if "bidirectional_mask_function" in parts:  # for an encoder that is not there; a layer that attends with it is refused
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool)
     if use_vmap or parts - UNDERSTOOD:
         raise ValueError("the model lays a pattern of its own over the causal mask, which would be lost.")
     size = local_size or 0

@@ -219,6 +219,12 @@ def _skeleton(module: nn.Module, *, packed: bool) -> nn.Module:
             f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
             "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
         )
+    kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or [])
+    if sparse := sorted(kinds & {"indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"}):
+        raise attention_interface.Impossible(
+            f"{name} has layers of type {', '.join(sparse)}, which choose a few keys by a score. Among equal scores the "
+            "choice changes with the length of the batch's rows, so log-probs would depend on what else is in it."
+        )
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
     skeleton: Any = copy.deepcopy(module, memo)
     if not packed:
@@ -231,7 +237,6 @@ def _skeleton(module: nn.Module, *, packed: bool) -> nn.Module:
             "cannot be kept apart in it."
         )
     # Short probes cannot tell these: a pattern that chooses among many tokens chooses all of a few.
-    kinds = set(getattr(skeleton.config.get_text_config(), "layer_types", None) or [])
     if strange := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}):
         raise ValueError(
             f"{name} has layers of type {', '.join(strange)}, which do not know where a packed sequence ends."
@@ -282,14 +287,19 @@ def _describe_head(module: Any) -> Head:
         raise ValueError(f"{type(module).__name__} has no linear output head, so it is no causal LM.")
     config = module.config.get_text_config()
     scale = 1.0
-    for name, power in (("logit_scale", 1), ("logits_scaling", -1), ("lm_head_multiplier", 1)):
+    for name, power in (
+        ("logit_scale", 1), ("logits_scaling", -1), ("lm_head_multiplier", 1), ("logits_mup_width_multiplier", -1),
+    ):  # fmt: skip
         scale *= (getattr(config, name, None) or 1.0) ** power
+    softcaps = [
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    ]
     bias = getattr(linear, "bias", None)
     return Head(
         names[id(linear.weight)],
         None if bias is None else names[id(bias)],
         scale,
-        getattr(config, "final_logit_softcapping", None),
+        next((softcap for softcap in softcaps if softcap is not None), None),
     )
 
 
@@ -314,6 +324,8 @@ def _check_against(module: Any, policy: Policy, params: Params) -> None:
             raise ValueError(f"{name} lets a token see those after it, so it gives no probability of the next token.")
         if _moves(policy, params, (first, second), (other, second), slice(first.numel(), None)):
             raise ValueError(f"{name} lets sequences of a {policy.layout} batch see each other.")
+    if logits.shape != expected.shape:
+        raise ValueError(f"{name} gives {expected.shape[-1]} logits, and its output matrix has {logits.shape[-1]} rows.")
     eps = max(torch.finfo(hidden.dtype).eps, torch.finfo(torch.float32).eps)  # models keep parts in float32
     error = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
     tolerance = 1e-4 if eps < 1e-6 else 32 * eps
