@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "n_group": 2, "num_expert_group": 2, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1,
     "moe_num_shared_experts": 1, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
-    "shared_intermediate_size": 12, "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "shared_intermediate_size": 12, "shared_experts_intermediate_size": 12, "first_k_dense_replace": 1, "num_dense_layers": 1,
     # recurrent state
     "mamba_d_state": 4, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 4, "state_size": 4, "conv_kernel": 3, "expand": 2, "time_step_rank": 4, "chunk_size": 4,
@@ -56,6 +56,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "electra": {"embedding_size": 16},
+    "falcon": {"alibi": True},
     "falcon_h1": {"mamba_d_ssm": 32, "lm_head_multiplier": 0.5, "attention_out_multiplier": 0.7, "key_multiplier": 1.5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "git": {"vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}},
@@ -64,6 +66,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"ffn_hidden_size": 24, "expert_ffn_hidden_size": 12, "zero_expert_num": 2},
     "mamba2": {"head_dim": 8, "n_groups": 1},
     "minimax_m3_vl_text": {"rotary_dim": 2},
+    "phi4_multimodal": {
+        "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "crop_size": 28},
+        "audio_config": {"hidden_size": 16, "intermediate_size": 24, "num_blocks": 2, "num_attention_heads": 2, "ext_pw_out_channel": 16,
+                         "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16},
+    },
     "prophetnet": {"num_decoder_layers": 2, "num_encoder_layers": 1, "num_decoder_attention_heads": 4},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 4, "indexer_budget": 4, "indexer_compress_ratio": 2,
@@ -99,7 +106,7 @@ def causal_lms() -> list[str]:
 
 
 def tiny_causal_lm(architecture: str, *, vocab_size: int = 13, seed: int = 0, **config: Any) -> nn.Module:
-    """A random causal LM from transformers with a few layers of sixteen dimensions, in evaluation mode, in float32.
+    """A random causal LM from transformers: a few layers of sixteen dimensions, in evaluation mode and float32, eager attention.
 
     There are as many layers as it takes to hold every kind of layer that the architecture has by default. Windows and
     chunks of attention are four tokens long. The weights are large enough that attention and positions matter.
