@@ -50,7 +50,9 @@ def window_mark(
     `attention_forward`, so a window is known also for models that do not pass it on as a keyword.
     """
     parts = set() if mask_function is None else _parts(mask_function)
-    if "bidirectional_mask_function" in parts:  # for an encoder that is not there; a layer that attends with it is refused
+    if (
+        "bidirectional_mask_function" in parts
+    ):  # for an encoder that is not there; a layer that attends with it is refused
         return torch.ones((1, 1, 1, 1), dtype=torch.bool)
     if use_vmap or parts - UNDERSTOOD:
         raise ValueError("the model lays a pattern of its own over the causal mask, which would be lost.")

@@ -219,6 +219,11 @@ def _skeleton(module: nn.Module, *, packed: bool) -> nn.Module:
             f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
             "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
         )
+    if getattr(module.config, "rescale_every", 0):
+        raise attention_interface.Impossible(
+            f"{name} divides its weights in place when it runs (rescale_every is {module.config.rescale_every}), and so would "
+            "change the parameters. Set rescale_every in its config to 0."
+        )
     kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or [])
     if sparse := sorted(kinds & {"indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"}):
         raise attention_interface.Impossible(
@@ -252,13 +257,11 @@ def _rope_types(module: nn.Module) -> set[str]:
 
 def _backbone(module: Any) -> tuple[str, nn.Module]:
     """The model below the head, and the prefix of its parameters' names."""
-    backbone = getattr(module, module.base_model_prefix, None)
-    if not isinstance(backbone, nn.Module):
-        backbone = module.get_decoder() if hasattr(module, "get_decoder") else module
-    if backbone is module or not isinstance(backbone, nn.Module):
-        raise ValueError(f"{type(module).__name__} has no backbone under its head, and is not supported.")
-    name = next(name for name, child in module.named_modules() if child is backbone)
-    return f"{name}.", backbone
+    for name in (module.base_model_prefix, "model"):  # the prefix of a text model may be that of its multimodal parent
+        backbone = getattr(module, name, None)
+        if isinstance(backbone, nn.Module) and backbone is not module:
+            return f"{name}.", backbone
+    raise ValueError(f"{type(module).__name__} has no backbone under its head, and is not supported.")
 
 
 def _is_random(policy: "Policy", params: Params) -> bool:
@@ -312,8 +315,11 @@ def _check_against(module: Any, policy: Policy, params: Params) -> None:
     first, other, second, later = (
         _probe(module, tokens, device) for tokens in ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5), (3, 1, 2), (1, 2, 3, 4, 6))
     )
+    versions = [value._version for value in params.values()]
     with torch.no_grad():
         hidden = _hidden(policy, params, first, second)
+        if versions != [value._version for value in params.values()]:
+            raise attention_interface.Impossible(f"{name} has changed its parameters in place: load it anew.")
         logits = policy.head.bind(params).logits(hidden)
         own = policy.with_own_attention()
         alone = [
@@ -325,7 +331,9 @@ def _check_against(module: Any, policy: Policy, params: Params) -> None:
         if _moves(policy, params, (first, second), (other, second), slice(first.numel(), None)):
             raise ValueError(f"{name} lets sequences of a {policy.layout} batch see each other.")
     if logits.shape != expected.shape:
-        raise ValueError(f"{name} gives {expected.shape[-1]} logits, and its output matrix has {logits.shape[-1]} rows.")
+        raise ValueError(
+            f"{name} gives {expected.shape[-1]} logits, and its output matrix has {logits.shape[-1]} rows."
+        )
     eps = max(torch.finfo(hidden.dtype).eps, torch.finfo(torch.float32).eps)  # models keep parts in float32
     error = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
     tolerance = 1e-4 if eps < 1e-6 else 32 * eps

@@ -77,14 +77,14 @@ def check(module, policy, params, layout, batch):
             torch.autograd.grad((weights * numbers).sum(), list(params.values()), materialize_grads=True)
             for numbers in (ours, reference)
         )
-    assert float((ours - reference).abs().max()) <= TOLERANCE
+    assert float((ours - reference).detach().abs().max()) <= TOLERANCE
     for name, a, b in zip(params, grads, own, strict=True):
         assert float((a - b).abs().max()) <= TOLERANCE * max(1.0, float(b.abs().max())), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mechanism", PACKED)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(batch=BATCHES)
 def test_mechanism(mechanism, layout, batch):
     module, policy, params = subject(PACKED[mechanism])
@@ -93,7 +93,7 @@ def test_mechanism(mechanism, layout, batch):
 
 
 @pytest.mark.parametrize("mechanism", PADDED)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(batch=BATCHES)
 def test_mechanism_that_cannot_be_packed(mechanism, batch):
     """Rows of length 0, padding anywhere, and holes; packed and shared batches are refused with the way out."""
@@ -110,12 +110,33 @@ def test_mechanism_that_cannot_be_packed(mechanism, batch):
         ("bert-generation", {"is_decoder": False}, "those after it"),
         ("xlnet", {}, "those after it"),
         ("deepseek_v32", {}, "choose a few keys by a score"),
+        ("rwkv", {"rescale_every": 6}, "rescale_every is 6"),
         ("musicgen", {}, "no linear output head"),
     ],
 )
 def test_what_no_layout_can_do_is_refused(architecture, config, reason):
     with pytest.raises(ValueError, match=reason):
         fnppo.functional_policy(tiny_causal_lm(architecture, **config))
+
+
+def test_a_model_that_changes_its_weights_when_it_runs_is_refused():
+    module = tiny_causal_lm("llama")
+    module.model.layers[0].mlp = Restless(module.model.layers[0].mlp)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has changed its parameters in place"):
+        fnppo.functional_policy(module)
+
+
+class Restless(torch.nn.Module):
+    """Divides a weight by 2 each time."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.inner.up_proj.weight.div_(2)
+        return self.inner(x)
 
 
 def test_layers_that_cannot_be_packed_are_computed_again():
@@ -134,7 +155,7 @@ def test_layers_that_cannot_be_packed_are_computed_again():
         assert torch.equal(a, b)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(model=tiny_models(vocab_size=VOCAB), batch=BATCHES, layout=st.sampled_from(list(LAYOUTS)))
 def test_tiny_models(model, batch, layout):
     with float64_everywhere():
