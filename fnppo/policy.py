@@ -211,7 +211,7 @@ def _choose(module: Any, attention: Attention, params: Params) -> Policy:
     return policy
 
 
-def _skeleton(module: nn.Module, *, packed: bool) -> nn.Module:
+def _skeleton(module: Any, *, packed: bool) -> nn.Module:
     """A copy of the module whose parameters are on the meta device; to read packed tokens, with our attention."""
     name = type(module).__name__
     if rope := sorted(_rope_types(module) & {"dynamic", "longrope"}):
