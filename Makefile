@@ -1,4 +1,5 @@
 # make test    everything that must hold, in an environment of its own
+# make nightly the core properties with 10,000 examples each, a line for each as it ends
 # make docs    the pages of docs/ as a site in build/docs
 # make demo    the main job: a pretrained model learns arithmetic; options: make demo ARGS="--steps 4" MODEL=...
 PYTHON ?= python3
@@ -21,7 +22,7 @@ demo: $(VENV)/.demo
 	$(BIN)/fnppo demo --model $(MODEL) $(ARGS)
 
 nightly: $(VENV)/.dev
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto tests
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -vv -n 2 -m core --durations=0 tests
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml

@@ -19,5 +19,7 @@ torch.set_num_threads(1)
 settings.register_profile(
     "default", max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("nightly", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "nightly", max_examples=10_000, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

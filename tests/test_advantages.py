@@ -35,6 +35,7 @@ def test_per_group():
     assert grpo_advantages(tensor([]), tensor([], dtype=torch.long)).shape == (0,)
 
 
+@pytest.mark.core
 @given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 2)), min_size=1, max_size=9), st.booleans())
 def test_grpo_against_the_oracle(rows, normalize):
     rewards = tensor([r for r, _ in rows], dtype=torch.float64)
@@ -61,6 +62,7 @@ def test_gae_does_not_bootstrap_from_masked_values():
     assert returns.tolist() == [[1.5, 2, 0]]
 
 
+@pytest.mark.core
 @given(
     st.lists(st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2)), min_size=0, max_size=7),
     st.floats(0, 1),

@@ -73,6 +73,7 @@ def run(backend, qkv, inputs, *, chunk=None, **asked):
     return backend(*qkv, segments if chunk is None else chunks_of(segments, chunk), **asked)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(sum), grouped=st.booleans(), asked=ASKED)
 def test_packed(backend, lengths, grouped, asked):
@@ -92,6 +93,7 @@ def test_packed(backend, lengths, grouped, asked):
         assert_close(ours, reference, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
 @given(mask=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=3), asked=ASKED)
 def test_padded_with_holes(backend, mask, asked):
@@ -209,6 +211,7 @@ def tree():
     return inputs, places
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
 @given(asked=ASKED)
 def test_segments_that_continue_others(backend, asked):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from fnppo import plan_microbatches, plan_minibatches, plan_shared_microbatches
 
 
+@pytest.mark.core
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(20, 60))
 def test_every_row_once_under_the_cap(lengths, cap):
     """E1."""
@@ -20,6 +21,7 @@ def test_every_row_once_under_the_cap(lengths, cap):
     assert len(loads) < 2 or loads[0] + loads[1] > cap
 
 
+@pytest.mark.core
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=20), st.integers(12, 40))
 def test_shared_plans(rows, cap):
     """Every row once; with the prompt counted once, no group is over the cap."""

@@ -88,6 +88,7 @@ LAYOUTS = {
 TEMPERATURES = st.sampled_from([0.5, 1.0, 1.7])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(batch=padded_batches(vocab_size=VOCAB), temperature=TEMPERATURES)
@@ -96,6 +97,7 @@ def test_every_layout_is_the_oracle(family, layout, batch, temperature):
     check_layout(family, batch, temperature, LAYOUTS[layout])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared prefixes"])
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 @given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
@@ -104,6 +106,7 @@ def test_tied_softcap_sinks_scale_and_bias(family, layout, batch):
     check_layout(family, batch, 0.8, LAYOUTS[layout])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("layout", ["packed", "shared prefixes"])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
@@ -111,6 +114,7 @@ def test_math_attention(family, layout, batch):
     check_layout(family, batch, 1.0, LAYOUTS[layout], (("attention", fnppo.math_attention),))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared prefixes"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "tied"])
 @given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
@@ -119,7 +123,7 @@ def test_remat_changes_no_bit(family, layout, batch):
     batch = LAYOUTS[layout](fnppo.token_mean(batch))
     results = []
     for remat in (False, True):
-        policy, params = fnppo.functional_policy(tiny(family), remat=remat)
+        policy, params = policy_of(family, remat=remat)
         params = {name: p + 0.25 for name, p in params.items()}  # no longer those of the module
 
         def loss_fn(params, batch, policy=policy):
@@ -143,6 +147,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("weights", WEIGHTS)
 @given(data=st.data(), batch=padded_batches(vocab_size=VOCAB, max_rows=5))
 def test_any_split_gives_the_same(weights, data, batch):
@@ -161,6 +166,7 @@ def test_any_split_gives_the_same(weights, data, batch):
     assert summary == pytest.approx(summary2, abs=TOLERANCE, rel=TOLERANCE, nan_ok=True)
 
 
+@pytest.mark.core
 @given(batch=padded_batches(vocab_size=VOCAB), temperature=TEMPERATURES)
 def test_inputs_and_global_random_state_are_left_alone(batch, temperature):
     """C7."""
@@ -176,6 +182,7 @@ def test_inputs_and_global_random_state_are_left_alone(batch, temperature):
     assert torch.equal(random_state, torch.get_rng_state())
 
 
+@pytest.mark.core
 @given(data=st.data(), batch=padded_batches(vocab_size=VOCAB))
 def test_pad_amount_and_id_do_not_matter(data, batch):
     left, right = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))

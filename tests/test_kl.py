@@ -1,7 +1,11 @@
 """KL estimators: values, gradients, and what their gradients are in expectation."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import tensor
 
 from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through
@@ -63,3 +67,15 @@ def test_k3_is_accurate_near_zero():
     """expm1: for d = 1e-4 in float32, exp(-d) - 1 + d would be noise; it is d²/2."""
     d = tensor([1e-4], dtype=torch.float32)
     assert kl_k3(d, torch.zeros(1)).item() == pytest.approx(5e-9, rel=0.3)
+
+
+@pytest.mark.core
+@given(st.floats(-30, 30))
+def test_estimators_for_any_distance(d):
+    """C13-C15: the formulas and their derivatives, without a cap; k3 is never negative."""
+    k3, slope = math.exp(-d) - 1 + d, 1 - math.exp(-d)
+    assert value_and_slope(kl_k1, d) == (d, 1.0)
+    assert value_and_slope(kl_k2, d) == pytest.approx((d * d / 2, d), rel=1e-12)
+    assert value_and_slope(kl_k3, d) == pytest.approx((k3, slope), rel=1e-9, abs=1e-12)
+    assert value_and_slope(straight_through(kl_k3), d) == pytest.approx((k3, d), rel=1e-9, abs=1e-12)
+    assert value_and_slope(kl_k3, d)[0] >= 0

@@ -221,6 +221,7 @@ def test_columns_of_another_length_are_not_broadcast():
 numbers = st.floats(-3, 3)
 
 
+@pytest.mark.core
 @given(
     st.lists(st.tuples(numbers, numbers, numbers, st.floats(0, 3), numbers), min_size=1, max_size=5),
     st.floats(0, 1),

@@ -1,12 +1,16 @@
 """Metrics add over any split and are divided once."""
 
 import math
+from functools import reduce
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import tensor
 
 from fnppo import Metrics, merge_metrics, summarize
+from fnppo.testing import splits
 
 
 def test_kl_is_a_mean_over_tokens_not_over_micro_batches():
@@ -47,3 +51,32 @@ def test_the_order_of_merging_does_not_matter(order):
     expected = {"x": 7 / 6, "tokens": 6.0, "m": 2.0}
     assert summarize(merge_metrics(merge_metrics(a, b), c)) == expected
     assert summarize(merge_metrics(a, merge_metrics(b, c))) == expected
+
+
+def of_tokens(values, weights):
+    """What a loss hands over for these tokens."""
+    values, weights = tensor(values, dtype=torch.float64), tensor(weights, dtype=torch.float64)
+    return Metrics(
+        {"loss": (weights * values).sum()}, {"mean": values.sum()}, {"tokens": tensor(len(values))},
+        {"low": values.amin()}, {"high": values.amax()},
+    )  # fmt: skip
+
+
+@pytest.mark.core
+@given(st.data(), st.lists(st.tuples(st.floats(-9, 9), st.floats(0, 1)), min_size=1, max_size=8))
+def test_any_split_has_the_metrics_of_the_whole(data, tokens):
+    """I1, I2: sums, means and extremes over tokens in any order and any number of micro-batches."""
+    pieces = [[tokens[i] for i in group] for group in data.draw(splits(len(tokens)))]
+    merged = summarize(reduce(merge_metrics, (of_tokens(*zip(*piece, strict=True)) for piece in pieces)))
+    values = [value for value, _ in tokens]
+    assert merged == pytest.approx(
+        {
+            "loss": sum(value * weight for value, weight in tokens),
+            "mean": sum(values) / len(values),
+            "low": min(values),
+            "high": max(values),
+            "tokens": len(values),
+        },
+        rel=1e-12,
+        abs=1e-12,
+    )

@@ -115,6 +115,7 @@ def test_prompt_is_read_and_not_learned():
     assert pack_sequences(batch).targets.predictors.tolist() == [1, 2, 3]
 
 
+@pytest.mark.core
 @given(padded_batches(vocab_size=9))
 def test_all_layouts_have_the_same_targets(batch):
     packed = pack_sequences(batch).targets
@@ -132,6 +133,7 @@ def test_all_layouts_have_the_same_targets(batch):
     assert len(packed.rows) == int(batch.loss_mask.sum())
 
 
+@pytest.mark.core
 @given(padded_batches(vocab_size=9))
 def test_unpack_is_the_inverse_of_packing(batch):
     for layout in (pack_sequences, pad_sequences, partial(pack_sequences, share_prefixes=True)):
@@ -149,6 +151,7 @@ def test_unpack_is_differentiable_and_checks_its_length():
         fnppo.unpack_targets(torch.zeros(1), targets, shape=(2, 3))
 
 
+@pytest.mark.core
 @given(batch=padded_batches(vocab_size=9), data=st.data())
 def test_select_rows(batch, data):
     rows = data.draw(st.lists(st.integers(0, batch.input_ids.shape[0] - 1), max_size=5))

@@ -1,6 +1,7 @@
 """functional_policy: purity, heads, tied weights, modes, and models that are refused by name."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -426,14 +427,18 @@ def test_updates_of_many_seeds_at_once():
             assert_close(together[n][i], alone[n], rtol=1e-4, atol=1e-5)
 
 
+@cache
+def in_both_precisions():
+    return functional_policy(copy.deepcopy(tiny("llama")).to(torch.bfloat16)), functional_policy(tiny("llama"))
+
+
+@pytest.mark.core
 @given(padded_batches(vocab_size=VOCAB))
 def test_half_precision_models_give_float32_logprobs(batch):
     """C3, C24: the dtype of the model is honoured, and log-probs are float32 whatever it is."""
-    module = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
-    policy, params = functional_policy(module)
+    (policy, params), (exact_policy, exact) = in_both_precisions()
     stats = logprobs(policy, params, batch)
     assert stats.logprobs.dtype == stats.entropy.dtype == torch.float32
-    exact_policy, exact = functional_policy(tiny("llama"))
     exact = {n: params[n].double() for n in exact}
     reference = logprobs(exact_policy, exact, batch)
     assert_close(stats.logprobs.double(), reference.logprobs, rtol=0.1, atol=0.35)

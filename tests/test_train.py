@@ -39,12 +39,13 @@ def some_batch(rows=6, seed=0):
 OPTIMIZER = fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(1e-3))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("weights", WEIGHTS)
 @given(data=st.data())
 def test_micro_batches_and_layout_do_not_change_an_update(weights, data):
     """A13, A16, C22: three steps with Adam, whatever the token cap and the layout."""
     params, loss_fn = loss_for("gpt2")
-    batch = some_batch(seed=data.draw(st.integers(0, 50)))
+    batch = some_batch(seed=data.draw(st.integers(0, 2**32 - 1)))
     options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 4, "weights": WEIGHTS[weights], "seed": 1}
     with float64_everywhere():
         one = fnppo.update_policy(params, OPTIMIZER.init(params), batch, max_tokens=10**6, **options)
@@ -149,6 +150,7 @@ def test_inputs_are_left_alone():
     assert torch.equal(random_state, torch.get_rng_state())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, fnppo.shared])
 @given(
     batch=padded_batches(vocab_size=VOCAB, max_rows=5), cap=st.integers(8, 20), temperature=st.sampled_from([0.5, 1.0])

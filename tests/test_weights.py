@@ -4,10 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
 from torch import tensor
 
 import fnppo
 from fnppo import PaddedBatch
+from fnppo.testing import padded_batches
 from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequence_sum, token_mean, token_sum
 
 NAN = float("nan")
@@ -145,3 +147,30 @@ def test_half_precision_advantages_do_not_make_half_precision_weights():
         weights = token_mean(batch._replace(advantages=torch.zeros(1, 70_001, dtype=dtype))).loss_weights
         assert weights.dtype == torch.float32
         assert weights.sum().item() == pytest.approx(1.0, abs=1e-4)
+
+
+def counted(mode, loss_mask, groups):
+    """{(row, column): weight}, one token at a time."""
+    learned = {row: [t for t, there in enumerate(mask) if there] for row, mask in enumerate(loss_mask)}
+    sequences = sum(1 for columns in learned.values() if columns)
+    of_group = {g: sum(len(learned[r]) for r in learned if groups[r] == g) for g in groups}
+    weight = {
+        "token_mean": lambda row: 1 / sum(map(len, learned.values())),
+        "token_sum": lambda row: 1.0,
+        "sequence_mean": lambda row: 1 / sequences / len(learned[row]),
+        "sequence_sum": lambda row: 1 / sequences,
+        "constant_norm": lambda row: 1 / sequences / 3.0,
+        "group_token_mean": lambda row: 1 / sum(1 for n in of_group.values() if n) / of_group[groups[row]],
+    }[mode]
+    return {(row, t): weight(row) for row, columns in learned.items() for t in columns}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", MODES)
+@given(batch=padded_batches(vocab_size=9, max_rows=6))
+def test_weights_are_counted_one_token_at_a_time(mode, batch):
+    """A1, A6, A8, A10, A17: for any masks and groups, with NaN in the columns where nothing is learned."""
+    weights = MODES[mode](batch).loss_weights
+    expected = counted(mode, batch.loss_mask.tolist(), batch.groups.tolist())
+    found = {tuple(place): weights[tuple(place)].item() for place in weights.nonzero().tolist()}
+    assert found == pytest.approx(expected, rel=1e-12)
