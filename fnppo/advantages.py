@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from fnppo.checks import Fault, check_device, check_number, check_tensor, check_whole, not_a_mask, not_finite, refuse
+
 
 def grpo_advantages(
     rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, normalize: bool = True, eps: float = 1e-6
@@ -25,22 +27,36 @@ def grpo_advantages(
         nothing to be compared with: it gets 0, with a warning, as lone groups usually mean wrong group ids.
 
     Raises:
-        ValueError: a reward is not finite, or the shapes differ.
+        ValueError: a reward is not finite or so large that its square is not, the shapes differ, or eps is not above 0.
 
     >>> grpo_advantages(torch.tensor([1.0, 0.0, 10.0, 8.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 0.7071, -0.7071,  0.7071, -0.7071])
     """
-    if rewards.shape != groups.shape:
+    check_tensor("rewards", rewards)
+    check_tensor("groups", groups)
+    check_number("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-6.")
+    if rewards.shape != groups.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards has shape {tuple(rewards.shape)}, groups {tuple(groups.shape)}. Both need one value a row."
         )
-    if not bool(rewards.isfinite().all()):
-        row = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(f"row {row}: the reward is {rewards[row].item()}. Mend it or drop the row.")
-    if not rewards.is_floating_point():
-        rewards = rewards.float()  # a mean of integers would be cut off
+    check_device("groups", groups, "rewards", rewards)
+    check_whole("groups", groups)
+    if rewards.is_complex():
+        raise ValueError(f"rewards has dtype {rewards.dtype}; a reward is a real number. Call .real on it.")
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    rewards = rewards.to(torch.promote_types(dtype, torch.float32))  # a mean of integers would be cut off
+    limit = torch.finfo(rewards.dtype).max ** 0.5 / 1e3
+    refuse(
+        Fault(~rewards.isfinite(), "the reward is {value}. Mend it or drop the row.", rewards, "row"),
+        Fault(
+            rewards.abs() > limit,
+            f"the reward is {{value}}, and squares of rewards above {limit:.1e} overflow. Scale the rewards.",
+            rewards,
+            "row",
+        ),
+    )
     if rewards.numel() == 0:
-        return rewards.clone()
+        return rewards.to(dtype, copy=True)
     group, counts = groups.unique(return_inverse=True, return_counts=True)[1:]
     if bool((counts == 1).any()):
         row = int((counts[group] == 1).nonzero()[0])
@@ -58,7 +74,7 @@ def grpo_advantages(
         centred = centred / (variance.sqrt() + eps)
     # Rounding of the mean would leave a residue in a group of equal rewards, and the division would blow it up.
     equal = over_group(rewards, "amax") == over_group(rewards, "amin")
-    return torch.where(equal, 0.0, centred)
+    return torch.where(equal, 0.0, centred).to(dtype)
 
 
 def gae_advantages(
@@ -84,16 +100,31 @@ def gae_advantages(
         (advantages, returns), 0 where `loss_mask` is clear.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, a reward or value is not finite at a learned token, or gamma or lam is not in [0, 1].
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> gae_advantages(torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([[0.5, 1.0, 40.0]]), mask, lam=0.5)[0]
     tensor([[1., 1., 0.]])
     """
-    if not (rewards.shape == values.shape == loss_mask.shape):
+    columns = {"rewards": rewards, "values": values, "loss_mask": loss_mask}
+    for name, column in columns.items():
+        check_tensor(name, column)
+        check_device(name, column, "rewards", rewards)
+        if name != "loss_mask" and not column.is_floating_point():
+            raise ValueError(f"{name} has dtype {column.dtype}; it needs floating point. Call .float() on it.")
+    if not (rewards.shape == values.shape == loss_mask.shape) or rewards.dim() != 2:
         raise ValueError(
-            f"shapes differ: rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, loss_mask {tuple(loss_mask.shape)}."
+            f"shapes differ or are not [batch, seq]: rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
+            f"loss_mask {tuple(loss_mask.shape)}. Every column is token-aligned."
         )
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        check_number(name, number, least=0, most=1, remedy="It discounts, and 1 does not.")
+    learned = loss_mask != 0
+    refuse(
+        not_a_mask("loss_mask", loss_mask),
+        not_finite("rewards", rewards, learned),
+        not_finite("values", values, learned),
+    )
     loss_mask = loss_mask != 0
     rewards, values = (torch.where(loss_mask, column, 0) for column in (rewards, values))
     next_value = next_advantage = values.new_zeros(values.shape[0])

@@ -1,9 +1,13 @@
 """Rows into mini-batches (one optimizer step each) and micro-batches (one forward each, under a token limit)."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+
+from fnppo.checks import check_count
+from fnppo.seeding import check_seed
 
 
 def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
@@ -21,7 +25,7 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[i
         one group. Without rows there is no group.
 
     Raises:
-        ValueError: one row alone is over the limit, or the limit is below 1.
+        ValueError: one row alone is over the limit, the limit is below 1, or a length is no whole number.
 
     >>> plan_microbatches([6, 6, 2, 2], max_tokens=8)
     [[0, 2], [1, 3]]
@@ -30,8 +34,7 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[i
         ...
     ValueError: row 1 has 12 tokens, max_tokens is 8. Raise max_tokens to at least 12, or shorten or drop the row.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; a micro-batch holds at least 1 token.")
+    lengths, max_tokens = _checked(lengths, max_tokens)
     groups: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens still free, group), ascending
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -66,6 +69,23 @@ def plan_shared_microbatches(
     >>> plan_shared_microbatches([5, 5, 5, 4], {(7, 8, 9, 7): [0, 1, 2], (1, 2, 3): [3]}, max_tokens=7)
     [[0, 1, 2], [3]]
     """
+    lengths, max_tokens = _checked(lengths, max_tokens)
+    for row in (row for rows in groups.values() for row in rows):
+        if not 0 <= check_count("a row of groups", row, least=0, remedy="Count from 0.") < len(lengths):
+            raise ValueError(f"groups holds row {row}, lengths has {len(lengths)} rows. Make both from one batch.")
+    times = Counter(row for rows in groups.values() for row in rows)
+    for row in range(len(lengths)):
+        if times[row] != 1:
+            raise ValueError(
+                f"row {row} is {times[row]} times in groups; each is there once. Use prompt_groups(batch)."
+            )
+    for prompt, rows in groups.items():
+        for row in rows:
+            if lengths[row] < len(prompt):
+                raise ValueError(
+                    f"row {row} has {lengths[row]} tokens, fewer than the {len(prompt)} of its prompt. Make lengths and "
+                    "groups from one batch."
+                )
     parts: list[list[int]] = []
     costs: list[int] = []
     for prompt, rows in groups.items():
@@ -85,17 +105,24 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
     The last mini-batch of an epoch is shorter where `mini_batch_size` does not divide `rows`.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or a number is not whole.
 
     >>> [len(step) for step in plan_minibatches(10, mini_batch_size=4, num_epochs=2)]
     [4, 4, 2, 4, 4, 2]
     """
-    for name, value in (("mini_batch_size", mini_batch_size), ("num_epochs", num_epochs)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-    generator = torch.Generator().manual_seed(seed)
+    check_count("mini_batch_size", mini_batch_size, least=1, remedy="It counts rows of one optimizer step.")
+    check_count("num_epochs", num_epochs, least=1, remedy="To make no step, do not call it.")
+    check_count("rows", rows, least=0, remedy="Give the number of rows of the batch.")
+    generator = torch.Generator().manual_seed(check_seed(seed))
     epochs = [torch.randperm(rows, generator=generator).tolist() for _ in range(num_epochs)]
     return [order[start : start + mini_batch_size] for order in epochs for start in range(0, rows, mini_batch_size)]
+
+
+def _checked(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
+    """Whole numbers: a negative length, or a limit that is NaN, would let a group grow over any limit."""
+    limit = check_count("max_tokens", max_tokens, least=1, remedy="A micro-batch holds at least 1 token.")
+    remedy = "Use fnppo.lengths(batch)."
+    return [check_count(f"the length of row {i}", n, least=0, remedy=remedy) for i, n in enumerate(lengths)], limit
 
 
 def _refuse_over(row: int, length: int, max_tokens: int) -> None:

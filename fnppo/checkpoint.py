@@ -15,6 +15,7 @@ from typing import Any
 import optree
 import torch
 
+from fnppo.checks import check_count, check_tensor
 from fnppo.policy import Policy
 from fnppo.types import Params, PyTree
 
@@ -23,7 +24,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: PyTree, *, step: int) ->
     """Write the tensors of `tree` (such as `(params, opt_state)`) and the step to one file, atomically.
 
     Raises:
-        ValueError: `path` is a folder, or two leaves have the same name.
+        ValueError: `path` is a folder, two leaves have the same name, a leaf is no tensor, or the step no count.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_checkpoint(f"{folder}/c.pt", {"w": torch.tensor(2.0)}, step=7)
@@ -33,6 +34,9 @@ def save_checkpoint(path: str | os.PathLike[str], tree: PyTree, *, step: int) ->
     path = Path(path).resolve()
     if path.is_dir():
         raise ValueError(f"{path} is a folder; a checkpoint is one file. Name a file in it.")
+    check_count("step", step, least=0, remedy="It counts steps.")
+    for place, leaf in zip(optree.tree_paths(tree), optree.tree_leaves(tree), strict=True):
+        check_tensor(_name(place), leaf)
     tensors = {_name(p): leaf for p, leaf in zip(optree.tree_paths(tree), optree.tree_leaves(tree), strict=True)}
     if len(tensors) < len(optree.tree_leaves(tree)):
         raise ValueError("two leaves of the tree have the same name, since a key holds a slash. Rename the key.")
@@ -50,7 +54,12 @@ def load_checkpoint(path: str | os.PathLike[str], like: PyTree) -> tuple[PyTree,
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        step, tensors = content["step"], content["tensors"]
+        if content["fnppo_checkpoint"] != 1:
+            raise ValueError(f"its version is {content['fnppo_checkpoint']}, and 1 is known")
+        step = check_count("step", content["step"], least=0, remedy="It counts steps.")
+        tensors = {str(name): tensor for name, tensor in content["tensors"].items()}
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor)
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -59,6 +68,7 @@ def load_checkpoint(path: str | os.PathLike[str], like: PyTree) -> tuple[PyTree,
         ) from error
     leaves = []
     for place, leaf in zip(optree.tree_paths(like), optree.tree_leaves(like), strict=True):
+        check_tensor(f"like: {_name(place)}", leaf)
         found = tensors.pop(_name(place), None)
         if found is None or found.shape != leaf.shape or found.dtype != leaf.dtype:
             what = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
@@ -77,7 +87,7 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
     Other files of a folder that is already there stay in it, but for weights.
 
     Raises:
-        ValueError: `params` lacks a parameter, or `path` is a folder with something else than a model in it.
+        ValueError: `params` lacks a parameter, has one more or one of another shape, or `path` is a folder with something else than a model in it.
     """
     path = Path(path).resolve()
     if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
@@ -87,6 +97,15 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
         if hasattr(config, "quantization_config"):  # a GGUF file was quantized; these parameters are not
             del config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
+    own = dict(model.named_parameters())
+    for name, value in params.items():
+        check_tensor(name, value)
+        if name not in own or own[name].shape != value.shape:
+            expected = f"{tuple(own[name].shape)} there" if name in own else "not there"
+            raise ValueError(
+                f"params holds {name} of shape {tuple(value.shape)}, which is {expected} in the policy. Give the tree that "
+                "functional_policy returned."
+            )
     model.load_state_dict(params, assign=True, strict=False)
     model.tie_weights()
     if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:

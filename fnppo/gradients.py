@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnppo.metrics import Metrics, merge_metrics
 from fnppo.transforms import inside_transform
-from fnppo.types import PyTree
+from fnppo.types import ModelBatch, PaddedBatch, PyTree
 
 LossFn: TypeAlias = Callable[..., tuple[Tensor, Metrics]]
 """(params, micro-batch) -> (loss, metrics)."""
@@ -35,10 +35,10 @@ def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
         if inside_transform():
             grads, (loss, aux) = torch.func.grad_and_value(loss_fn, has_aux=True)(params, *args)
             return (loss, aux), grads
-        leaves, treedef = optree.tree_flatten(params)
+        leaves, treedef = _flattened(params)
         aliases = [leaf.detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
-            loss, aux = loss_fn(optree.tree_unflatten(treedef, aliases), *args)
+            loss, aux = _checked(loss_fn(optree.tree_unflatten(treedef, aliases), *args))
         grads = (
             torch.autograd.grad(loss, aliases, materialize_grads=True)
             if loss.requires_grad
@@ -62,14 +62,19 @@ def accumulate_gradients(
         ((loss, metrics), grads), as `value_and_grad` does.
 
     Raises:
-        ValueError: there is no micro-batch.
+        ValueError: there is no micro-batch, a parameter is no tensor of floating point, or loss_fn does not return a
+            scalar and its metrics.
 
     >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), Metrics())
     >>> (loss, _), grads = accumulate_gradients(loss_fn, {"w": torch.tensor(2.0)}, [torch.tensor(1.0), torch.tensor(4.0)])
     >>> loss, grads
     (tensor(10.), {'w': tensor(5.)})
     """
-    leaves, treedef = optree.tree_flatten(params)
+    if isinstance(batches, (ModelBatch, PaddedBatch)):
+        raise ValueError(
+            f"batches is one {type(batches).__name__}; a list of micro-batches is needed. Put it into a list."
+        )
+    leaves, treedef = _flattened(params)
     if inside_transform():
         summed, grads = _add_up(_in_float32(value_and_grad(loss_fn)(params, batch)) for batch in batches)
         wide = zip(leaves, optree.tree_leaves(grads), strict=True)
@@ -81,7 +86,11 @@ def accumulate_gradients(
 
     def run(batch: Any) -> tuple[Tensor, Metrics]:
         with torch.enable_grad():
-            loss, metrics = loss_fn(optree.tree_unflatten(treedef, aliases), batch)
+            loss, metrics = _checked(loss_fn(optree.tree_unflatten(treedef, aliases), batch))
+        if not isinstance(metrics, Metrics):
+            raise ValueError(
+                f"loss_fn gave metrics of type {type(metrics).__name__}. Return (loss, fnppo.Metrics(...))."
+            )
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=aliases)  # adds into the aliases' .grad, in place
         held = [alias for alias in aliases if alias.grad is not None]
@@ -98,6 +107,29 @@ def accumulate_gradients(
         alias.grad = total.to(alias.dtype)
     grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]
     return (loss, metrics), optree.tree_unflatten(treedef, grads)
+
+
+def _flattened(params: PyTree) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Leaves and tree of `params`; an error where a leaf cannot have a gradient."""
+    paths, leaves, treedef = optree.tree_flatten_with_path(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(
+                f"params/{'/'.join(map(str, path))} is {kind}; only floating point has gradients. Keep it out of params."
+            )
+    return leaves, treedef
+
+
+def _checked(output: Any) -> tuple[Tensor, Any]:
+    """What a loss function has returned, if it is (scalar, anything)."""
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise ValueError(f"loss_fn gave a {type(output).__name__}; (loss, metrics) is needed. Return both.")
+    loss = output[0]
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        kind = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn gave a loss that is {kind}; a scalar is needed. Sum it with the loss weights.")
+    return output
 
 
 def _in_float32(part: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
@@ -131,5 +163,7 @@ def _add_up(parts: Iterable[tuple[tuple[Tensor, Metrics], PyTree]]) -> tuple[tup
             (loss_sum, metrics_sum), grads_sum = total
             total = (loss_sum + loss, merge_metrics(metrics_sum, metrics)), optree.tree_map(torch.add, grads_sum, grads)
     if total is None:
-        raise ValueError("there is no micro-batch to take a gradient of.")
+        raise ValueError(
+            "there is no micro-batch to take a gradient of. Give at least one; a generator is used up once."
+        )
     return total

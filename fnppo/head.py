@@ -6,7 +6,7 @@
 For 100k targets and a vocabulary of 150k, the logits would be 60 GB in float32. Here the targets pass in chunks; the
 backward computes the logits of each chunk again, turns them into gradients and drops them.
 
-This file needs nothing of the library but its types: `chunked_logprobs` can be lifted out.
+This file needs nothing of the library but its types and checks: `chunked_logprobs` can be lifted out.
 """
 
 import math
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fnppo.checks import Fault, check_count, check_ids, check_number, refuse
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import TokenStats
 
@@ -46,17 +47,25 @@ def chunked_logprobs(
         weight, bias, scale, softcap: the head; the product is computed in the dtype of `hidden`, as the model itself
             would, and everything after it in float32 or better.
 
-    See `fnppo.forward_logprobs` for the other arguments, the result and the errors.
+    See `fnppo.forward_logprobs` for the other arguments, the result and the errors. Token ids are looked at on the CPU
+    only, since it would mean to wait for another device: `forward_logprobs` has looked at them before it began.
 
     >>> stats = chunked_logprobs(torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0]), weight=torch.eye(3))
     >>> stats.logprobs, stats.entropy
     (tensor([-0.1698]), tensor([0.5243]))
     """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they need [targets, hidden] and "
+            "[vocab, hidden]. Transpose the weight, or flatten batch and sequence."
+        )
     targets, vocab = hidden.shape[0], weight.shape[0]
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; weight has {vocab} rows. Give one bias a row.")
+    _check_token_ids(token_ids, targets, vocab)
     if chunk_size is None:
         chunk_size = max(1, LOGITS_PER_CHUNK // vocab)
-    elif chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; a chunk holds at least 1 target. None chooses a size.")
+    check_count("chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size.")
     temperature = _per_target(temperature, targets, like=hidden)
     constants = _Constants(scale, softcap, entropy)
     if inside_forward_mode():
@@ -83,6 +92,11 @@ def logits_to_stats(
     >>> logits_to_stats(torch.tensor([[1.0, 0.0, -torch.inf]]), torch.tensor([0])).entropy
     tensor([0.5822])
     """
+    if logits.dim() != 2:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)}; it needs [targets, vocab]. Flatten batch and sequence."
+        )
+    _check_token_ids(token_ids, *logits.shape)
     temperature = _per_target(temperature, logits.shape[0], like=logits)
     logp = _log_softmax(logits, temperature)
     logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
@@ -332,13 +346,24 @@ def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> T
             raise ValueError("temperature requires a gradient, and none flows to it. Pass temperature.detach().")
         if temperature.shape not in ((), (targets,)):
             raise ValueError(
-                f"temperature has shape {tuple(temperature.shape)}; it is a number or one a target: ({targets},)."
+                f"temperature has shape {tuple(temperature.shape)}; there are {targets} targets. Give a number, or one a target."
             )
-        if not inside_transform() and not bool((temperature > 0).all()):
-            raise ValueError(
-                f"temperature is {temperature.min().item()}; it must be above 0. For greedy samples, use 1."
-            )
+        if not inside_transform() and not bool(((temperature > 0) & temperature.isfinite()).all()):
+            bad = temperature[~((temperature > 0) & temperature.isfinite())].flatten()[0].item()
+            raise ValueError(f"temperature is {bad}; it must be a number above 0. For greedy samples, use 1.")
         return temperature.to(like.device, _precise(like.dtype)).expand(targets)
-    if not temperature > 0 or math.isinf(temperature):
-        raise ValueError(f"temperature is {temperature}; it must be a number above 0. For greedy samples, use 1.")
+    check_number("temperature", temperature, above=0, remedy="For greedy samples, use 1.")
     return torch.full((targets,), float(temperature), dtype=_precise(like.dtype), device=like.device)
+
+
+def _check_token_ids(token_ids: Tensor, targets: int, vocab: int) -> None:
+    check_ids("token_ids", token_ids)
+    if token_ids.shape != (targets,):
+        raise ValueError(
+            f"token_ids has shape {tuple(token_ids.shape)}; there are {targets} targets. Give one a target."
+        )
+    if token_ids.device.type == "cpu":
+        message = (
+            f"token_ids is {{value}}, but the head has {vocab} entries. Check that tokenizer and model belong together."
+        )
+        refuse(Fault((token_ids < 0) | (token_ids >= vocab), message, token_ids, "target"))

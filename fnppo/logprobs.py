@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.checks import check_batch, check_vocabulary
+from fnppo.checks import check_batch, check_model_batch, check_vocabulary
 from fnppo.head import chunked_logprobs
 from fnppo.layouts import Layout, packed
 from fnppo.packing import select_rows, unpack_targets
@@ -36,7 +36,8 @@ def forward_logprobs(
         `TokenStats`, [targets] each, in float32, or float64 for a float64 model.
 
     Raises:
-        ValueError: temperature not above 0, or of a wrong shape; chunk_size below 1; a token outside the vocabulary.
+        ValueError: temperature not above 0, or of a wrong shape; chunk_size below 1; a token outside the vocabulary; a
+            predictor or a position that is not there; columns of different lengths.
 
     >>> from fnppo import functional_policy, pack_sequences, padded_batch
     >>> from fnppo.testing import tiny_llama
@@ -46,6 +47,7 @@ def forward_logprobs(
     >>> stats.logprobs.shape, stats.entropy.shape
     (torch.Size([3]), torch.Size([3]))
     """
+    check_model_batch(batch, vocab_size=policy.vocab_size)  # before the device has work that would be waited for
     hidden = policy.hidden_states(params, batch.inputs)
     return chunked_logprobs(
         hidden.index_select(0, batch.targets.predictors),
@@ -81,7 +83,8 @@ def compute_logprobs(
         `TokenStats`, [batch, seq], in nats, rows in the order of the input, 0 where `loss_mask` is clear.
 
     Raises:
-        ValueError: the batch is malformed, a token is outside the vocabulary, a row is over `max_tokens`.
+        ValueError: the batch is malformed, a token is outside the vocabulary, a row is over `max_tokens` or longer than
+            the model has positions, or as in `forward_logprobs`.
 
     >>> from fnppo import functional_policy, padded_batch
     >>> from fnppo.testing import tiny_llama
@@ -92,7 +95,7 @@ def compute_logprobs(
     True
     """
     batch = check_batch(batch)
-    check_vocabulary(batch, policy.vocab_size)
+    check_vocabulary(batch, policy.vocab_size, policy.max_positions)
     shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
     rectangles: list[torch.Tensor] = []
     for rows in layout.plan(batch, max_tokens):

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fnppo.checks import check_number, check_targets, check_tensor
 from fnppo.kl import KLEstimator, kl_k3
 from fnppo.metrics import Metrics
-from fnppo.transforms import inside_transform
 from fnppo.types import Targets, TokenStats
 
 
@@ -43,7 +43,8 @@ def ppo_loss(
         tokens whose policy gradient a clip has removed), `ratio_mean`, `ratio_min`, `ratio_max`, `tokens`, `rows`.
 
     Raises:
-        ValueError: a column that the chosen terms need is missing, or a shape does not fit.
+        ValueError: a column that the chosen terms need is missing, a shape does not fit, or a number is NaN or out of
+            range. Values of columns are not looked at: NaN among them makes the loss NaN.
 
     >>> one = torch.ones(1)
     >>> targets = Targets(*[torch.zeros(1, dtype=torch.long)] * 4, loss_weights=one, old_logprobs=0 * one, advantages=-one)
@@ -51,12 +52,21 @@ def ppo_loss(
     >>> loss, metrics.per_token["dual_clip_fraction"]
     (tensor(3.), tensor(1.))
     """
+    check_number("entropy_coef", entropy_coef, remedy="Use 0 for no bonus; below 0 it is a penalty.")
+    check_number("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
+    check_targets(targets)
+    for name, column in stats._asdict().items():
+        if column is not None:
+            check_tensor(f"stats.{name}", column)
+            if column.shape != targets.token_ids.shape:
+                raise ValueError(
+                    f"stats.{name} has shape {tuple(column.shape)}; there are {targets.token_ids.numel()} targets. Take "
+                    "stats and targets of the same batch."
+                )
     with_entropy, with_kl = _is_on(entropy_coef), _is_on(kl_coef)
-    weights = _column("loss_weights", targets, stats, "call token_mean(batch) or a sibling once per mini-batch")
-    old_logprobs = _column(
-        "old_logprobs", targets, stats, "or state that the batch is on-policy: on_policy(targets, stats)"
-    )
-    advantages = _column("advantages", targets, stats, "such as grpo_advantages gives")
+    weights = _column("loss_weights", targets, "call token_mean(batch) or a sibling once per mini-batch")
+    old_logprobs = _column("old_logprobs", targets, "or state that the batch is on-policy: on_policy(targets, stats)")
+    advantages = _column("advantages", targets, "such as grpo_advantages gives")
 
     logratio = stats.logprobs - old_logprobs
     surrogate, clips = clipped_surrogate(
@@ -75,13 +85,14 @@ def ppo_loss(
         if with_entropy:
             loss = loss - entropy_coef * (weights * stats.entropy).sum()
     if with_kl or targets.ref_logprobs is not None:
-        ref_logprobs = _column(
-            "ref_logprobs",
-            targets,
-            stats,
-            "for the KL term, from compute_logprobs with the reference; or set kl_coef=0",
-        )
+        way_out = "for the KL term, from compute_logprobs with the reference; or set kl_coef=0"
+        ref_logprobs = _column("ref_logprobs", targets, way_out)
         per_token["kl"] = kl(stats.logprobs, ref_logprobs)
+        if per_token["kl"].shape != ref_logprobs.shape:
+            raise ValueError(
+                f"kl gave shape {tuple(per_token['kl'].shape)} for {ref_logprobs.numel()} targets; the loss needs one "
+                "value a target. Do not reduce in it."
+            )
         if with_kl:
             loss = loss + kl_coef * (weights * per_token["kl"]).sum()
 
@@ -121,11 +132,13 @@ def clipped_surrogate(
     (tensor([-1.2000, -0.5000]), tensor([1., 0.]))
     """
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not (isinstance(clip, Tensor) and inside_transform()) and not bool(torch.as_tensor(clip >= 0).all()):
-            raise ValueError(f"{name} is {clip}; it is a distance from ratio 1 and cannot be negative.")
-    known = dual_clip is not None and not (isinstance(dual_clip, Tensor) and inside_transform())
-    if known and not bool(torch.as_tensor(dual_clip > 1).all()):  # type: ignore[operator]
-        raise ValueError(f"dual_clip is {dual_clip}; it bounds a ratio and must be above 1. None turns it off.")
+        check_number(name, clip, least=0, infinite=True, remedy="It is a distance from ratio 1, such as 0.2.")
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1, infinite=True, remedy="It bounds a ratio; None turns it off.")
+    if logratio.shape != advantages.shape:
+        raise ValueError(
+            f"logratio has shape {tuple(logratio.shape)}, advantages {tuple(advantages.shape)}. Give one a target."
+        )
     ratio = logratio.detach().exp()
     clips = {
         "clip_low": (advantages < 0) & (ratio < 1 - clip_low),
@@ -157,14 +170,10 @@ def on_policy(targets: Targets, stats: TokenStats) -> Targets:
     return targets._replace(old_logprobs=stats.logprobs.detach())
 
 
-def _column(name: str, targets: Targets, stats: TokenStats, way_out: str) -> Tensor:
+def _column(name: str, targets: Targets, way_out: str) -> Tensor:
     column: Tensor | None = getattr(targets, name)
     if column is None:
         raise ValueError(f"the loss needs targets.{name}: {way_out}.")
-    if column.shape != stats.logprobs.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(column.shape)}, logprobs {tuple(stats.logprobs.shape)}. Both need one value a target."
-        )
     return column
 
 

@@ -46,9 +46,17 @@ def summarize(metrics: Metrics) -> dict[str, float]:
 
     Means over no tokens, and extremes of nothing, are NaN.
 
+    Raises:
+        ValueError: a metric is no scalar tensor.
+
     >>> summarize(Metrics(per_token={"entropy": torch.tensor(6.0)}, totals={"tokens": torch.tensor(4)}))
     {'entropy': 1.5, 'tokens': 4.0}
     """
+    for kind, found in metrics._asdict().items():
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"{kind}[{name!r}] is {what}; a metric is a tensor of one number. Sum it in the loss.")
     steps = max(int(metrics.totals.get("steps", 1)), 1)
     tokens = int(metrics.totals.get("tokens", 0))
     summary = {name: value.item() / steps for name, value in metrics.per_step.items()}

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fnppo.checks import check_number
 from fnppo.foreach import foreach
 from fnppo.schedules import Schedule
 from fnppo.transforms import inside_transform
@@ -47,7 +48,7 @@ def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> P
     {'w': tensor(0.7500)}
     """
     leaves, treedef = optree.tree_flatten(params)
-    changed = foreach("add_" if donate else "add", leaves, _leaves_like(treedef, updates))
+    changed = foreach("add_" if donate else "add", leaves, _leaves_like(params, updates, "updates"))
     return treedef.unflatten(new.to(old.dtype) for new, old in zip(changed, leaves, strict=True))
 
 
@@ -79,13 +80,20 @@ def adamw(
     Moments have the dtype of the parameters. In bfloat16 small updates are rounded away: keep parameters in float32.
 
     Raises:
-        ValueError: eps is 0 in the dtype of a parameter, or the trees of gradients and parameters differ.
+        ValueError: a number is out of range, eps is 0 in the dtype of a parameter, the trees of gradients, state and
+            parameters differ, or a leaf has another shape.
 
     >>> optimizer, params = adamw(0.1, weight_decay=0.0), {"w": torch.tensor([1.0, -2.0])}
     >>> updates, state = optimizer.update({"w": torch.tensor([3.0, -5.0])}, optimizer.init(params), params)
     >>> updates["w"], state.step
     (tensor([-0.1000,  0.1000]), tensor(1))
     """
+
+    _check_rate(learning_rate)
+    for name, decay in (("b1", b1), ("b2", b2)):
+        check_number(name, decay, least=0, below=1, remedy="It is the share of a mean that is kept, such as 0.9.")
+    check_number("eps", eps, least=0, remedy="Use 1e-8.")
+    check_number("weight_decay", weight_decay, least=0, remedy="Use 0 for none.")
 
     def init(params: PyTree) -> AdamWState:
         for leaf in optree.tree_leaves(params):
@@ -98,7 +106,11 @@ def adamw(
 
     def update(grads: PyTree, state: AdamWState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, AdamWState]:
         p, treedef = optree.tree_flatten(params)
-        g, m, v = (_leaves_like(treedef, tree) for tree in (grads, state.first_moment, state.second_moment))
+        _check_state(state, AdamWState)
+        g, m, v = (
+            _leaves_like(params, tree, name)
+            for name, tree in (("grads", grads), ("opt_state", state.first_moment), ("opt_state", state.second_moment))
+        )
         rate, step = _rate(learning_rate, state.step), (state.step + 1).double()
         own = "_" if donate else ""
         m = foreach("lerp" + own, m, g, 1 - b1)
@@ -131,13 +143,17 @@ def sgd(learning_rate: float | Tensor | Schedule, *, momentum: float = 0.0) -> O
     {'w': tensor(-1.5000)}
     """
 
+    _check_rate(learning_rate)
+    check_number("momentum", momentum, least=0, below=1, remedy="Use 0 for none.")
+
     def init(params: PyTree) -> SGDState:
         return SGDState(_no_steps(params), optree.tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(grads: PyTree, state: SGDState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SGDState]:
-        g, treedef = optree.tree_flatten(grads)
+        _check_state(state, SGDState)
+        g, treedef = _leaves_like(params, grads, "grads"), optree.tree_structure(params)
         if momentum:
-            buffers = _leaves_like(treedef, state.momentum)
+            buffers = _leaves_like(params, state.momentum, "opt_state")
             g = foreach("add_", foreach("mul_" if donate else "mul", buffers, momentum), g)
         updates = foreach("mul", g, -_rate(learning_rate, state.step))
         return treedef.unflatten(updates), SGDState(state.step + 1, treedef.unflatten(g) if momentum else ())
@@ -152,6 +168,8 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Optimizer:
     >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init({}), {})[0]
     {'w': tensor([0.6000, 0.8000])}
     """
+
+    check_number("max_norm", max_norm, least=0, infinite=True, remedy="Leave the clipping out for none.")
 
     def update(grads: PyTree, state: tuple[()], params: PyTree, *, donate: bool = False) -> tuple[PyTree, tuple[()]]:
         scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
@@ -174,6 +192,11 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         return tuple(optimizer.init(params) for optimizer in optimizers)
 
     def update(grads: PyTree, state: State, params: PyTree, *, donate: bool = False) -> tuple[PyTree, State]:
+        if type(state) is not tuple or len(state) != len(optimizers):
+            raise ValueError(
+                f"opt_state is a {type(state).__name__}, not one state for each of {len(optimizers)} optimizers. Make it "
+                "with the init of this optimizer."
+            )
         states = []
         for optimizer, own in zip(optimizers, state, strict=True):
             grads, own = optimizer.update(grads, own, params, donate=donate)
@@ -205,6 +228,8 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         return SkipState(_no_steps(params), optimizer.init(params))
 
     def update(grads: PyTree, state: SkipState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SkipState]:
+        _check_state(state, SkipState)
+        _leaves_like(params, grads, "grads")
         finite = all_finite(grads)
 
         def nothing() -> PyTree:  # p + -0.0 is p to the bit for every p; p + 0.0 would turn -0.0 into 0.0
@@ -247,9 +272,38 @@ def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
     return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
 
 
-def _leaves_like(treedef: optree.PyTreeSpec, tree: PyTree) -> list[Tensor]:
-    """The leaves of `tree` in the order of `treedef`; an error where their structures differ."""
-    return treedef.flatten_up_to(tree)  # type: ignore[return-value]
+def _leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Tensor]:
+    """The leaves of `tree` in the order of those of `params`; an error where trees or shapes differ."""
+    paths, own, treedef = optree.tree_flatten_with_path(params)
+    try:
+        leaves: list[Any] = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{what} has another tree than params: {error}. Make both from the same params.") from error
+    for path, leaf, parameter in zip(paths, leaves, own, strict=True):
+        name = "/".join(map(str, path))
+        if not isinstance(leaf, Tensor) or not isinstance(parameter, Tensor):
+            raise ValueError(
+                f"{name} is a {type(leaf).__name__} in {what}, and a {type(parameter).__name__} in params. Both need tensors."
+            )
+        if leaf.shape != parameter.shape or leaf.device != parameter.device:
+            raise ValueError(
+                f"{name} is {tuple(leaf.shape)} on {leaf.device} in {what}, {tuple(parameter.shape)} on {parameter.device} in "
+                "params. Make both from the same params."
+            )
+    return leaves
+
+
+def _check_state(state: State, wanted: type) -> None:
+    if not isinstance(state, wanted):
+        raise ValueError(
+            f"opt_state is a {type(state).__name__}, the optimizer needs {wanted.__name__}. Make it with the init of this "
+            "optimizer."
+        )
+
+
+def _check_rate(learning_rate: float | Tensor | Schedule) -> None:
+    if not callable(learning_rate) or isinstance(learning_rate, Tensor):
+        check_number("learning_rate", learning_rate, least=0, remedy="Such as 1e-6.")
 
 
 def _no_steps(params: PyTree) -> Int[Tensor, ""]:

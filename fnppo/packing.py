@@ -11,6 +11,7 @@ the last token of one sequence can never be scored against the first of the next
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,17 @@ from einops import rearrange
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fnppo.checks import FLOAT_COLUMNS, check_batch
+from fnppo.checks import (
+    FLOAT_COLUMNS,
+    Fault,
+    check_batch,
+    check_columns,
+    check_count,
+    check_targets,
+    check_tensor,
+    not_a_mask,
+    refuse,
+)
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
 
 
@@ -53,6 +64,8 @@ def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: 
     (tensor([7, 8, 6, 9, 5]), tensor([0, 2, 3, 5], dtype=torch.int32), tensor([-1,  0,  0]))
     """
     batch = check_batch(batch)
+    if pad_to is not None:
+        check_count("pad_to", pad_to, least=1, remedy="None adds no filler.")
     kept = _kept(batch)
     counts, parents = batch.attention_mask.sum(1), None
     order = location = torch.arange(kept.numel(), device=kept.device)
@@ -60,7 +73,7 @@ def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: 
         order, location, counts, parents = (x.to(kept.device) for x in shared)
     tokens = order.numel()
     length = max(tokens, 1) if pad_to is None else pad_to
-    if tokens > length or length < 1:
+    if tokens > length:
         raise ValueError(f"the batch has {tokens} tokens, pad_to is {pad_to}. Raise pad_to or plan smaller batches.")
     filler = torch.arange(length - tokens, device=kept.device)
     # No filler segment is longer than the longest segment, so none needs a position that the model may not have.
@@ -119,7 +132,7 @@ def unpack_targets(
     Differentiable in `values`.
 
     Raises:
-        ValueError: there is not one value a target.
+        ValueError: there is not one value a target, or a target is outside of `shape`.
 
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
     >>> targets = pack_sequences(batch).targets
@@ -127,8 +140,18 @@ def unpack_targets(
     tensor([[0.0000, 0.0000, 0.5000],
             [0.0000, 0.0000, 0.2500]])
     """
+    check_targets(targets)
+    check_tensor("values", values)
     if values.shape != targets.token_ids.shape:
-        raise ValueError(f"values has shape {tuple(values.shape)}; there are {targets.token_ids.numel()} targets.")
+        raise ValueError(
+            f"values has shape {tuple(values.shape)}; there are {targets.token_ids.numel()} targets. Give one a target."
+        )
+    if len(shape) != 2:
+        raise ValueError(f"shape is {tuple(shape)}; it must be (batch, seq). Give that of the batch that was laid out.")
+    rows, columns = (check_count(f"shape[{i}]", n, least=0, remedy="Give (batch, seq).") for i, n in enumerate(shape))
+    for name, place, size in (("row", targets.rows, rows), ("column", targets.columns, columns)):
+        message = f"its {name} is {{value}}, shape has {size} {name}s. Give the shape of the batch that was laid out."
+        refuse(Fault((place < 0) | (place >= size), message, place, "target"))
     rectangle = torch.full(shape, fill, dtype=values.dtype, device=values.device)
     return rectangle.index_put((targets.rows, targets.columns), values)
 
@@ -137,26 +160,35 @@ def select_rows(batch: PaddedBatch, rows: Sequence[int] | Shaped[Tensor, "..."])
     """The batch of the given rows, in the given order, with every column. A boolean mask of rows selects, too.
 
     Raises:
-        ValueError: a row is not in the batch, or the mask has another length.
+        ValueError: a row is not in the batch, the mask has another length, or a column does not fit the others.
 
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
     >>> select_rows(batch, [1]).input_ids
     tensor([[7, 8, 9]])
     """
-    index = torch.as_tensor(rows, device=batch.input_ids.device)
+    check_columns(batch)
+    try:
+        index = torch.as_tensor(rows, device=batch.input_ids.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rows are {rows!r}. Give a list of row numbers or a mask of booleans.") from error
     if index.dtype == torch.bool:
         if index.shape != batch.input_ids.shape[:1]:
             raise ValueError(
-                f"a mask of rows has shape {tuple(index.shape)}; the batch has {batch.input_ids.shape[0]} rows."
+                f"a mask of rows has shape {tuple(index.shape)}; the batch has {batch.input_ids.shape[0]} rows. "
+                "Give one boolean a row."
             )
         index = index.nonzero()[:, 0]
-    if index.numel() and (index.is_floating_point() or index.dtype == torch.uint8):
-        raise ValueError(f"rows have dtype {index.dtype}; give row numbers or a mask of booleans.")
+    if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.uint8):
+        raise ValueError(f"rows have dtype {index.dtype}. Give row numbers or a mask of booleans.")
     if index.dim() != 1:
-        raise ValueError(f"rows have shape {tuple(index.shape)}; give a list of row numbers or a mask of booleans.")
+        raise ValueError(f"rows have shape {tuple(index.shape)}. Give a list of row numbers or a mask of booleans.")
     index = index.long()
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < batch.input_ids.shape[0]):
-        raise ValueError(f"rows {index.tolist()} are not all in a batch of {batch.input_ids.shape[0]} rows.")
+        size = batch.input_ids.shape[0]
+        place = next(i for i, row in enumerate(index.tolist()) if not 0 <= row < size)
+        raise ValueError(
+            f"rows[{place}] is {int(index[place])}: rows are not all in a batch of {size} rows. Count from 0."
+        )
     pick = {name: column[index] for name, column in batch._asdict().items() if isinstance(column, Tensor)}
     return batch._replace(**pick, extra={name: column[index] for name, column in batch.extra.items()})
 
@@ -167,6 +199,8 @@ def lengths(batch: PaddedBatch) -> list[int]:
     >>> lengths(padded_batch([[5], [7, 8]], [[6], [9]]))
     [2, 3]
     """
+    check_columns(batch)
+    refuse(not_a_mask("attention_mask", batch.attention_mask))
     counts: list[int] = (batch.attention_mask != 0).sum(1).tolist()
     return counts
 
@@ -194,7 +228,8 @@ def padded_batch(
     For dialogues of several turns, put the whole dialogue into a prompt and its last response, and replace `loss_mask`.
 
     Raises:
-        ValueError: a list has another number of rows than prompts, or a row has not one value a response token.
+        ValueError: a list has another number of rows than prompts, a row has not one value a response token, or a token
+            or group is not a whole number.
 
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]], advantages=[1.0, -1.0])
     >>> batch.input_ids
@@ -204,10 +239,16 @@ def padded_batch(
     tensor([[ 0.,  0.,  1.],
             [ 0.,  0., -1.]])
     """
+    prompts, responses = _rows("prompts", prompts, int), _rows("responses", responses, int)
+    old_logprobs = None if old_logprobs is None else _rows("old_logprobs", old_logprobs, float)
+    ref_logprobs = None if ref_logprobs is None else _rows("ref_logprobs", ref_logprobs, float)
+    of_rows = None if advantages is None else _rows("advantages", advantages, float, one_each=True)
+    group_of = None if groups is None else _rows("groups", groups, int, one_each=True)
     for name, column in (("responses", responses), ("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs),
-                         ("advantages", advantages), ("groups", groups)):  # fmt: skip
+                         ("advantages", of_rows), ("groups", group_of)):  # fmt: skip
         if column is not None and len(column) != len(prompts):
-            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}.")
+            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}. Give one a prompt.")
+    pad_token_id = check_count("pad_token_id", pad_token_id, least=-(2**63), remedy="Give any id; it is never read.")
     prompt_width, response_width = (max(map(len, side), default=0) for side in (prompts, responses))
     shape = (len(prompts), prompt_width + response_width)
 
@@ -232,16 +273,36 @@ def padded_batch(
 
     there = [[True] * len(prompt) for prompt in prompts], [[True] * len(response) for response in responses]
     loss_mask = rectangle([[]] * len(prompts), there[1], False, torch.bool)
-    per_row = None if advantages is None else torch.tensor(advantages, dtype=torch.float32, device=device)
+    per_row = None if of_rows is None else torch.tensor(of_rows, dtype=torch.float32, device=device).reshape(-1, 1)
     return PaddedBatch(
         input_ids=rectangle(prompts, responses, pad_token_id, torch.long),
         attention_mask=rectangle(*there, False, torch.bool),
         loss_mask=loss_mask,
         old_logprobs=about_responses("old_logprobs", old_logprobs),
         ref_logprobs=about_responses("ref_logprobs", ref_logprobs),
-        advantages=None if per_row is None else torch.where(loss_mask, per_row[:, None], 0.0),
-        groups=None if groups is None else torch.tensor(groups, dtype=torch.long, device=device),
+        advantages=None if per_row is None else torch.where(loss_mask, per_row, 0.0),
+        groups=None if group_of is None else torch.tensor(group_of, dtype=torch.long, device=device).reshape(-1),
     )
+
+
+def _rows(name: str, rows: Any, of: type, *, one_each: bool = False) -> list[list[Any]]:
+    """Lists of numbers; a fraction among whole numbers is refused, where torch.tensor would cut it off in silence."""
+    convert: Any = operator.index if of is int else float
+    what = {int: "whole numbers of 64 bits", float: "numbers"}[of]
+    try:
+        rows = list(rows)
+    except TypeError as error:
+        raise ValueError(f"{name} is {rows!r}; it needs one entry a row. Give a list.") from error
+    converted: list[list[Any]] = []
+    for row, values in enumerate(rows):
+        try:
+            converted.append([convert(value) for value in ([values] if one_each else values)])
+            if of is int and not all(-(2**63) <= number < 2**63 for number in converted[-1]):
+                raise OverflowError
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            kind = f"one of the {what}" if one_each else f"a list of {what}"
+            raise ValueError(f"{name}, row {row}: {values!r} is not {kind}. Mend it or drop the row.") from error
+    return converted
 
 
 def prompt_groups(batch: PaddedBatch) -> dict[tuple[int, ...], list[int]]:
@@ -250,9 +311,10 @@ def prompt_groups(batch: PaddedBatch) -> dict[tuple[int, ...], list[int]]:
     >>> prompt_groups(padded_batch([[7, 8], [5], [7, 8]], [[6], [9], [4]]))
     {(7, 8): [0, 2], (5,): [1]}
     """
+    batch = check_batch(batch)
     groups: dict[tuple[int, ...], list[int]] = {}
-    before = (batch.loss_mask != 0).cumsum(1) == 0
-    mask = (batch.attention_mask != 0) & before
+    before = batch.loss_mask.cumsum(1) == 0
+    mask = batch.attention_mask & before
     for row, (ids, in_prompt) in enumerate(zip(batch.input_ids.cpu(), mask.cpu(), strict=True)):
         groups.setdefault(tuple(ids[in_prompt].tolist()), []).append(row)
     return groups

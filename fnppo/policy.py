@@ -19,10 +19,11 @@ from torch.func import functional_call
 
 from fnppo import attention_interface
 from fnppo.attention import Attention, Segments, choose_attention, chunks_of, segments_of
+from fnppo.checks import check_inputs
 from fnppo.head import LinearHead
 from fnppo.remat import rematerialize
 from fnppo.seeding import seeded
-from fnppo.transforms import forward_order, inside_transform
+from fnppo.transforms import forward_order
 from fnppo.types import PackedInputs, PaddedInputs, Params
 
 
@@ -96,16 +97,12 @@ class Policy:
             raise ValueError(
                 "jvp of jvp through torch's layer_norm is silently wrong. Take the second derivative with jvp of grad."
             )
+        check_inputs(inputs, vocab_size=self.vocab_size, max_positions=self.max_positions)
         arguments = {"use_cache": False} | (self._own if self.padded_only else self._ours)(inputs)
         prefix, backbone = _backbone(self.skeleton)
         own = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
         if missing := sorted(dict(backbone.named_parameters()).keys() - own.keys()):
             raise ValueError(f"params lacks {prefix}{missing[0]}. Give the whole tree that functional_policy returned.")
-        if not inside_transform() and int(inputs.input_ids.max()) >= self.vocab_size:
-            raise ValueError(
-                f"input_ids holds {int(inputs.input_ids.max())}, but the model's vocabulary has {self.vocab_size} entries. "
-                "Check that tokenizer and model belong together."
-            )
         device = inputs.input_ids.device
         own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
         if self.dropout_seed is None:
@@ -155,6 +152,16 @@ class Policy:
     def vocab_size(self) -> int:
         """Number of logits."""
         return int(self.skeleton.get_parameter(self.head.weight).shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions that the model has embeddings for; None where positions are computed, as rotary ones are."""
+        longest = getattr(self.skeleton.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
+        tables = [m for m in self.skeleton.modules() if isinstance(m, nn.Embedding)]
+        # Some tables begin with two entries that are no positions.
+        if longest and any(longest <= table.num_embeddings <= longest + 2 for table in tables[1:]):
+            return int(longest)
+        return None
 
     def with_own_attention(self) -> nn.Module:
         """The architecture with transformers' own attention, in evaluation mode: to sample with a cache, to compare."""

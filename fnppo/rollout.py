@@ -3,6 +3,7 @@
 For trainers that sample elsewhere (vLLM, SGLang), `fnppo.padded_batch` makes the same `PaddedBatch` from lists.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fnppo.checks import check_count, check_number
 from fnppo.policy import Policy
 from fnppo.seeding import seeded
 from fnppo.types import PaddedBatch, Params
@@ -62,32 +64,28 @@ def generate(
     >>> batch.input_ids.shape, batch.groups
     (torch.Size([6, 6]), tensor([0, 0, 0, 1, 1, 1]))
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature}; it must be above 0. For the most probable tokens, use greedy=True."
-        )
-    for name, value in (
-        ("max_new_tokens", max_new_tokens),
-        ("num_responses", num_responses),
-        ("prompts", len(prompts)),
-    ):
-        if value < 1:
-            raise ValueError(f"there are {value} {name}; generate needs at least 1.")
-    rows = [[int(token) for token in prompt] for prompt in prompts]
+    check_number("temperature", temperature, above=0, remedy="For the most probable tokens, use greedy=True.")
+    for name, value in (("max_new_tokens", max_new_tokens), ("num_responses", num_responses)):
+        check_count(name, value, least=1, remedy="A row is a prompt with a response.")
+    rows = [_ids(f"prompt {row}", prompt, policy) for row, prompt in enumerate(prompts)]
+    if not rows:
+        raise ValueError("there are 0 prompts; generate needs at least 1. Skip it.")
     for row, prompt in enumerate(rows):
         if not prompt:
-            raise ValueError(f"prompt {row} is empty. Give it at least a BOS token.")
-        if not 0 <= min(prompt) <= max(prompt) < policy.vocab_size:
+            raise ValueError(f"prompt {row} is empty; a response needs a token before it. Give it a BOS token.")
+        if policy.max_positions is not None and len(prompt) + max_new_tokens > policy.max_positions:
             raise ValueError(
-                f"prompt {row} holds {min(prompt)} to {max(prompt)}, but the model's vocabulary has {policy.vocab_size} entries. "
-                "Check that tokenizer and model belong together."
+                f"prompt {row} has {len(prompt)} tokens, and with {max_new_tokens} new ones it is beyond the "
+                f"{policy.max_positions} positions of the model. Lower max_new_tokens or shorten the prompt."
             )
+    single = isinstance(eos_token_id, int)
+    ends = _ids("eos_token_id", (eos_token_id,) if single else () if eos_token_id is None else eos_token_id, policy)
+    pad_token_id = check_count("pad_token_id", pad_token_id, least=-(2**63), remedy="Give any id; it is never read.")
     device = next(iter(params.values())).device
-    width = max(map(len, prompts))
+    width = max(map(len, rows))
     input_ids = torch.tensor([[0] * (width - len(p)) + p for p in rows], device=device)
-    attention_mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
+    attention_mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in rows], device=device)
 
-    ends = [int(end) for end in torch.as_tensor(() if eos_token_id is None else eos_token_id).flatten()]
     recorder = _Recorder(temperature)
     with seeded(seed, device):
         sequences = functional_call(
@@ -113,8 +111,22 @@ def generate(
         attention_mask=attention_mask,
         loss_mask=torch.cat([nothing, exists], 1),
         old_logprobs=torch.cat([nothing.to(logprobs.dtype), logprobs], 1),
-        groups=torch.arange(len(prompts), device=device).repeat_interleave(num_responses),
+        groups=torch.arange(len(rows), device=device).repeat_interleave(num_responses),
     )
+
+
+def _ids(name: str, tokens: Any, policy: Policy) -> list[int]:
+    """Token ids that the policy knows."""
+    try:
+        ids = [operator.index(token) for token in tokens]
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{name} is {tokens!r}; a list of token ids is needed. Tokenize it first.") from error
+    if ids and not 0 <= min(ids) <= max(ids) < policy.vocab_size:
+        raise ValueError(
+            f"{name} holds {min(ids)} to {max(ids)}, but the model's vocabulary has {policy.vocab_size} entries. Check that "
+            "tokenizer and model belong together."
+        )
+    return ids
 
 
 class _Sampler(nn.Module):

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fnppo.checks import check_count, check_number
+
 Schedule: TypeAlias = Callable[[Int[Tensor, ""]], Float[Tensor, ""]]
 
 
@@ -21,6 +23,7 @@ def constant(value: float, *, warmup: int = 0) -> Schedule:
     >>> [round(constant(1.0, warmup=4)(torch.tensor(step)).item(), 4) for step in (0, 1, 3, 100)]
     [0.25, 0.5, 1.0, 1.0]
     """
+    _check({"value": value}, {"warmup": warmup})
     return lambda step: value * _warmup(step, warmup)
 
 
@@ -30,7 +33,7 @@ def linear(start: float, end: float, *, steps: int, warmup: int = 0) -> Schedule
     >>> [round(linear(1.0, 0.0, steps=4)(torch.tensor(step)).item(), 4) for step in (0, 1, 4, 100)]
     [1.0, 0.75, 0.0, 0.0]
     """
-    _positive("steps", steps)
+    _check({"start": start, "end": end}, {"warmup": warmup}, steps=steps)
     return lambda step: (start + (end - start) * _progress(step, warmup, steps)) * _warmup(step, warmup)
 
 
@@ -40,7 +43,7 @@ def cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.0) -> S
     >>> [round(cosine(1.0, steps=4)(torch.tensor(step)).item(), 4) for step in (0, 2, 4, 100)]
     [1.0, 0.5, 0.0, 0.0]
     """
-    _positive("steps", steps)
+    _check({"peak": peak, "final": final}, {"warmup": warmup}, steps=steps)
 
     def schedule(step: Int[Tensor, ""]) -> Float[Tensor, ""]:
         decay = (1 + torch.cos(math.pi * _progress(step, warmup, steps))) / 2
@@ -56,7 +59,7 @@ def warmup_stable_decay(peak: float, *, warmup: int, stable: int, decay: int, fi
     >>> [round(schedule(torch.tensor(step)).item(), 4) for step in range(7)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    _positive("decay", decay)
+    _check({"peak": peak, "final": final}, {"warmup": warmup, "stable": stable}, decay=decay)
     return lambda step: (peak + (final - peak) * _progress(step, warmup + stable, decay)) * _warmup(step, warmup)
 
 
@@ -68,6 +71,10 @@ def _progress(step: Int[Tensor, ""], start: int, steps: int) -> Float[Tensor, ""
     return ((step - start).double() / steps).clamp(0.0, 1.0)
 
 
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; a schedule needs at least 1 step.")
+def _check(rates: dict[str, float], counts: dict[str, int], **lengths: int) -> None:
+    for name, rate in rates.items():
+        check_number(name, rate, least=0, remedy="It is a learning rate.")
+    for name, count in counts.items():
+        check_count(name, count, least=0, remedy="It counts steps; 0 is none.")
+    for name, length in lengths.items():
+        check_count(name, length, least=1, remedy="A schedule needs at least 1 step.")

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fnppo.checks import check_count
+
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
@@ -16,6 +18,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     ...     bool(first == torch.rand(()))
     True
     """
+    seed = check_seed(seed)
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         torch.default_generator.manual_seed(seed)
@@ -23,3 +26,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+def check_seed(seed: int) -> int:
+    """`seed`, or a `ValueError` if a generator cannot start there."""
+    if check_count("seed", seed, least=-(2**63), remedy="Count from 0.") >= 2**64:
+        raise ValueError(f"seed is {seed}; it must be below 2**64. Take it modulo 2**64.")
+    return seed

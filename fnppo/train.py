@@ -40,7 +40,7 @@ def train_step(
         New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added.
 
     Raises:
-        ValueError: there is no micro-batch.
+        ValueError: as in `accumulate_gradients`, and where optimizer, state and parameters do not belong together.
 
     >>> from fnppo import sgd, summarize
     >>> loss_fn = lambda params, x: ((params["w"] * x).sum(), Metrics())
@@ -119,7 +119,7 @@ def update_policy(
     batch = check_batch(batch)
     rows = batch.input_ids.shape[0]
     if rows == 0:
-        raise ValueError("the batch has no rows.")
+        raise ValueError("the batch has no rows, and an update needs at least 1. Skip it.")
     layout.plan(batch, max_tokens)  # a row over the limit is refused before anything is changed
     total = Metrics()
     steps = plan_minibatches(rows, mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed)

@@ -8,12 +8,14 @@ packing, micro-batches and ranks only ever add, and every split gives the same l
 Each function here returns the batch with `loss_weights` filled in. Places where `loss_mask` is clear get weight 0; a
 batch without any learned token gets all zeros, hence loss 0 and gradient 0. "Sequences" are the rows with at least one
 learned token: what a mask or a filter has removed is in no divisor. Weights are float32, or float64 like the advantages.
+A malformed batch is a `ValueError` (see `fnppo.checks`).
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fnppo.checks import check_batch, check_number
 from fnppo.types import PaddedBatch
 
 
@@ -37,7 +39,8 @@ def token_sum(batch: PaddedBatch) -> PaddedBatch:
     >>> token_sum(padded_batch([[1]], [[2, 3]])).loss_weights
     tensor([[0., 1., 1.]])
     """
-    return batch._replace(loss_weights=_mask(batch))
+    mask = _mask(batch)
+    return batch._replace(loss_weights=mask)
 
 
 def sequence_mean(batch: PaddedBatch) -> PaddedBatch:
@@ -83,8 +86,7 @@ def constant_norm(batch: PaddedBatch, *, horizon: float) -> PaddedBatch:
     tensor([[0.0000, 0.1250, 0.1250],
             [0.0000, 0.1250, 0.0000]])
     """
-    if not horizon > 0:
-        raise ValueError(f"horizon is {horizon}; it must be above 0, such as the largest number of response tokens.")
+    check_number("horizon", horizon, above=0, remedy="Use the largest number of response tokens.")
     mask = _mask(batch)
     return batch._replace(loss_weights=mask / _at_least_one(_sequences(mask)) / horizon)
 
@@ -101,9 +103,9 @@ def group_token_mean(batch: PaddedBatch) -> PaddedBatch:
     tensor([[0.0000, 0.1667, 0.1667, 0.1667],
             [0.0000, 0.5000, 0.0000, 0.0000]])
     """
+    mask = _mask(batch)
     if batch.groups is None:
         raise ValueError("group_token_mean needs batch.groups, the prompt group of each row. Give groups=... .")
-    mask = _mask(batch)
     group = batch.groups.unique(return_inverse=True)[1]
     tokens = mask.new_zeros(max(group.numel(), 1)).index_add(0, group, mask.sum(1))  # learned tokens of each group
     per_row = _at_least_one(tokens[group]) * _at_least_one((tokens > 0).sum())
@@ -111,7 +113,7 @@ def group_token_mean(batch: PaddedBatch) -> PaddedBatch:
 
 
 def _mask(batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
-    mask: Bool[Tensor, "batch seq"] = batch.loss_mask != 0
+    mask: Bool[Tensor, "batch seq"] = check_batch(batch).loss_mask
     dtype = torch.float32 if batch.advantages is None else batch.advantages.dtype
     return mask.to(torch.promote_types(dtype, torch.float32))
 

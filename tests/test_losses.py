@@ -214,8 +214,10 @@ def test_what_is_missing_is_named():
 
 def test_columns_of_another_length_are_not_broadcast():
     """B19."""
-    with pytest.raises(ValueError, match=r"loss_weights has shape \(1,\), logprobs \(6,\)"):
+    with pytest.raises(ValueError, match=r"stats\.logprobs has shape \(6,\); there are 1 targets"):
         ppo_loss(stats_of([0.0] * 6), targets_of([1.0]))
+    with pytest.raises(ValueError, match=r"targets\.loss_weights has shape \(1,\), token_ids \(6,\)"):
+        ppo_loss(stats_of([0.0] * 6), targets_of([1.0] * 6)._replace(loss_weights=torch.ones(1)))
 
 
 numbers = st.floats(-3, 3)

@@ -160,7 +160,7 @@ def test_modes_of_submodules_are_left_alone():
 
 def test_tokens_outside_the_vocabulary():
     policy, params = functional_policy(tiny("llama"))
-    with pytest.raises(ValueError, match=f"input_ids holds 99, but the model's vocabulary has {VOCAB}"):
+    with pytest.raises(ValueError, match=f"token_ids holds 99, but the model's vocabulary has {VOCAB}"):
         logprobs(policy, params, fnppo.padded_batch([[1]], [[99]]))
 
 

@@ -132,8 +132,8 @@ def test_parameters_are_the_ones_given():
     ("options", "message"),
     [
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"max_new_tokens": 0}, "there are 0 max_new_tokens"),
-        ({"num_responses": 0}, "there are 0 num_responses"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"num_responses": 0}, "num_responses is 0"),
         ({"prompts": []}, "there are 0 prompts"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[1], [99]]}, "prompt 1 holds 99 to 99, but the model's vocabulary has"),

@@ -56,5 +56,5 @@ def test_empty_schedules_are_refused():
         lambda: cosine(1, steps=0),
         lambda: warmup_stable_decay(1, warmup=1, stable=1, decay=0),
     ):
-        with pytest.raises(ValueError, match="is 0; a schedule needs at least 1 step"):
+        with pytest.raises(ValueError, match="is 0; .* A schedule needs at least 1 step"):
             make()
