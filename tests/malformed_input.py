@@ -1,0 +1,769 @@
+"""What test_malformed.py runs in a process without the run-time checker; alone:
+
+FNPPO_WITHOUT_CHECKER=1 pytest tests/malformed_input.py
+"""
+
+import math
+import re
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tiny import VOCAB, tiny
+from torch import tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fnppo
+from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
+from fnppo.rollout import generate
+from fnppo.testing import padded_batches
+
+NAN, INF = math.nan, math.inf
+LIBRARY = Path(fnppo.__file__).parent
+
+
+def refused(run, *named):
+    """`run` raises a ValueError of the library's own with all of `named` in it, and last a sentence with the way out."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        run()
+    message = str(caught.value)
+    assert caught.type is ValueError
+    assert Path(caught.traceback[-1].path).is_relative_to(LIBRARY), message
+    for word in named:
+        assert str(word) in message, (word, message)
+    assert re.search(r"\. [A-Z].*\.$", message, re.DOTALL), message
+
+
+def test_the_checker_is_off():
+    assert not hasattr(fnppo.token_sum, "__wrapped__")
+
+
+# Batches: one corruption each, and who has to see it.
+
+SHAPES, MASK, VALUES, MODEL = "shapes", "attention mask", "values", "model"
+
+
+def changed(batch, name, place, value, dtype=None):
+    column = getattr(batch, name).clone().to(dtype or getattr(batch, name).dtype)
+    column[place] = value
+    return batch._replace(**{name: column})
+
+
+def somewhere(draw, mask):
+    """A (row, column) where the mask is set."""
+    return tuple(draw(st.sampled_from(mask.nonzero().tolist())))
+
+
+def at(place):
+    return f"row {place[0]}, column {place[1]}"
+
+
+COLUMNS = ["old_logprobs", "advantages", "ref_logprobs", "loss_weights", "attention_mask", "loss_mask", "extra"]
+
+
+def with_column(batch, name, column):
+    return batch._replace(**{name: {"mine": column} if name == "extra" else column})
+
+
+def of(batch, name):
+    column = batch.extra["column"] if name == "extra" else getattr(batch, name)
+    return torch.zeros(batch.input_ids.shape) if column is None else column
+
+
+def not_finite(draw, batch):
+    name, value = draw(st.sampled_from(COLUMNS[:4])), draw(st.sampled_from([NAN, INF, -INF]))
+    place = somewhere(draw, batch.loss_mask)
+    batch = with_column(batch, name, of(batch, name))
+    return changed(batch, name, place, value), VALUES, [at(place), name, value, "Clear loss_mask there, or mend"]
+
+
+def no_mask(name, kind):
+    def corrupt(draw, batch):
+        place = draw(st.integers(0, batch.input_ids.shape[0] - 1)), draw(st.integers(0, batch.input_ids.shape[1] - 1))
+        dtype = draw(st.sampled_from([torch.int64, torch.int8, torch.float32, torch.bfloat16]))
+        value = draw(st.sampled_from([2, -1, 7] + ([0.5, NAN, INF, -INF] if dtype.is_floating_point else [])))
+        bad = changed(batch, name, place, value, dtype)
+        return bad, kind, [at(place), name, value, "give each sequence a row of its own"]
+
+    return corrupt
+
+
+def negative_id(draw, batch):
+    place, value = somewhere(draw, batch.attention_mask), draw(st.integers(-(2**63), -1))
+    return changed(batch, "input_ids", place, value), VALUES, [at(place), "input_ids", value, "use loss_mask"]
+
+
+def unknown_id(draw, batch):
+    place, value = somewhere(draw, batch.attention_mask), draw(st.integers(VOCAB, 2**63 - 1))
+    return changed(batch, "input_ids", place, value), MODEL, [value, VOCAB, "tokenizer and model"]
+
+
+def learned_but_absent(draw, batch):
+    place = somewhere(draw, batch.loss_mask)
+    return changed(batch, "attention_mask", place, False), VALUES, [at(place), "loss_mask", "Set attention_mask"]
+
+
+def learned_but_first(draw, batch):
+    row, _ = somewhere(draw, batch.loss_mask)
+    place = row, int(batch.attention_mask[row].nonzero()[0])
+    return changed(batch, "loss_mask", place, True), VALUES, [at(place), "first token", "BOS"]
+
+
+def other_shape(draw, batch):
+    name = draw(st.sampled_from(COLUMNS))
+    column = of(batch, name)
+    bad = draw(
+        st.sampled_from(
+            [column[:, 1:], column[1:], column[:1], column[:, :1], column.T, column.flatten(), column[None], column[0, 0],
+             torch.cat([column, column]), torch.cat([column, column], 1)]
+        )
+    )  # fmt: skip
+    assume(bad.shape != column.shape)
+    named = "mine" if name == "extra" else name
+    return with_column(batch, name, bad), SHAPES, [named, tuple(bad.shape), tuple(column.shape), "Pad response-only"]
+
+
+def ids_of_another_shape(draw, batch):
+    bad = draw(st.sampled_from([batch.input_ids[0], batch.input_ids[None], batch.input_ids[0, 0]]))
+    return batch._replace(input_ids=bad), SHAPES, ["input_ids", tuple(bad.shape), "[batch, seq]", "Unsqueeze"]
+
+
+def other_dtype(draw, batch):
+    name, dtype = draw(
+        st.sampled_from(
+            [("input_ids", d) for d in (torch.float32, torch.bool, torch.uint8, torch.int16, torch.complex64)]
+            + [(c, d) for c in COLUMNS[:4] for d in (torch.int64, torch.uint8, torch.bool, torch.complex64)]
+            + [("groups", d) for d in (torch.float32, torch.float64, torch.complex64)]
+        )
+    )
+    column = torch.zeros_like(of(batch, name).nan_to_num(), dtype=dtype)
+    return batch._replace(**{name: column}), SHAPES, [name, dtype, "Call ." if name != "groups" else "Number them"]
+
+
+def no_tensor(draw, batch):
+    name = draw(st.sampled_from(["input_ids", "groups", *COLUMNS]))
+    bad = draw(st.sampled_from([[[1, 2]], "text", 3, 0.5, of(batch, name).numpy()]))
+    named = "mine" if name == "extra" else name
+    return with_column(batch, name, bad), SHAPES, [named, type(bad).__name__, "Use torch.as_tensor"]
+
+
+def required_is_none(draw, batch):
+    name = draw(st.sampled_from(["input_ids", "attention_mask", "loss_mask"]))
+    return batch._replace(**{name: None}), SHAPES, [name, "NoneType", "Use torch.as_tensor"]
+
+
+def other_device(draw, batch):
+    name = draw(st.sampled_from(["groups", *COLUMNS]))
+    if draw(st.booleans()):
+        bad, where = of(batch, name).to("meta"), "meta"
+    else:
+        with FakeTensorMode():  # a tensor that says it is on a GPU
+            bad, where = torch.empty(of(batch, name).shape, dtype=of(batch, name).dtype, device="cuda"), "cuda:0"
+    named = "mine" if name == "extra" else name
+    return with_column(batch, name, bad), SHAPES, [named, where, "cpu", "Move one of them"]
+
+
+def groups_of_another_shape(draw, batch):
+    bad = draw(st.sampled_from([batch.groups[1:], batch.groups[None], batch.groups[0], torch.cat([batch.groups] * 2)]))
+    return (
+        batch._replace(groups=bad),
+        SHAPES,
+        ["groups", tuple(bad.shape), f"({len(batch.groups)},)", "Number the prompts"],
+    )
+
+
+def no_batch(draw, batch):
+    bad = draw(st.sampled_from([None, batch._asdict(), tuple(batch), fnppo.pack_sequences(batch), batch.input_ids]))
+    return bad, SHAPES, [type(bad).__name__, "PaddedBatch", "Make one with padded_batch(...)"]
+
+
+CORRUPTIONS = {
+    f.__name__: f
+    for f in (
+        not_finite, negative_id, unknown_id, learned_but_absent, learned_but_first, other_shape, ids_of_another_shape,
+        other_dtype, no_tensor, required_is_none, other_device, groups_of_another_shape, no_batch,
+    )
+} | {"attention_mask": no_mask("attention_mask", MASK), "loss_mask": no_mask("loss_mask", VALUES)}  # fmt: skip
+
+
+@cache
+def policy_of(family="llama"):
+    return fnppo.functional_policy(tiny(family, torch.float32))
+
+
+def loss_fn(params, batch):
+    stats = fnppo.forward_logprobs(params, batch, policy=policy_of()[0], temperature=1.0)
+    return fnppo.ppo_loss(stats, batch.targets)
+
+
+def compute(batch, **options):
+    policy, params = policy_of()
+    return fnppo.compute_logprobs(params, batch, **{"policy": policy, "temperature": 1.0, "max_tokens": 99} | options)
+
+
+def update(batch, **options):
+    _, params = policy_of()
+    optimizer = fnppo.sgd(0.1)
+    options = {"loss_fn": loss_fn, "optimizer": optimizer, "mini_batch_size": 9, "max_tokens": 99} | options
+    return fnppo.update_policy(params, optimizer.init(params), batch, **options)
+
+
+SEES_VALUES = {
+    "pack_sequences": fnppo.pack_sequences,
+    "shared": partial(fnppo.pack_sequences, share_prefixes=True),
+    "pad_sequences": fnppo.pad_sequences,
+    "token_mean": fnppo.token_mean,
+    "token_sum": fnppo.token_sum,
+    "sequence_mean": fnppo.sequence_mean,
+    "sequence_sum": fnppo.sequence_sum,
+    "constant_norm": partial(fnppo.constant_norm, horizon=3.0),
+    "group_token_mean": fnppo.group_token_mean,
+    "prompt_groups": fnppo.prompt_groups,
+    "layout.plan": partial(fnppo.shared.plan, max_tokens=99),
+}
+READS_MODEL = {
+    "compute_logprobs": compute,
+    "compute_logprobs padded": partial(compute, layout=fnppo.padded),
+    "update_policy": update,
+    "forward_logprobs": lambda b: loss_fn(policy_of()[1], fnppo.pack_sequences(fnppo.token_mean(b))),
+    "forward_logprobs padded": lambda b: loss_fn(policy_of()[1], fnppo.pad_sequences(fnppo.token_mean(b))),
+}
+FUNCTIONS = SEES_VALUES | READS_MODEL | {"lengths": fnppo.lengths, "select_rows": lambda b: fnppo.select_rows(b, [0])}
+WHO = {
+    MODEL: READS_MODEL,
+    VALUES: SEES_VALUES | READS_MODEL,
+    MASK: {name: f for name, f in FUNCTIONS.items() if name != "select_rows"},
+    SHAPES: FUNCTIONS,
+}
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+@given(data=st.data(), batch=padded_batches(vocab_size=VOCAB, max_rows=3, max_length=5, dtype=torch.float32))
+def test_malformed_batches(corruption, data, batch):
+    """B6, B19, C12: every corruption is named by every function that could be misled by it."""
+    assume(batch.loss_mask.any())
+    bad, kind, named = CORRUPTIONS[corruption](data.draw, batch)
+    functions = WHO[kind]
+    refused(partial(functions[data.draw(st.sampled_from(sorted(functions)))], bad), *named)
+    if kind in (VALUES, MASK):  # what only moves rows about keeps the fault, for the next to see
+        refused(lambda: fnppo.pack_sequences(fnppo.select_rows(bad, range(len(batch.groups)))), *named)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@given(batch=padded_batches(vocab_size=VOCAB, max_rows=3, max_length=5, dtype=torch.float32))
+def test_what_is_not_malformed_passes(name, batch):
+    """So that the tests above mean something: garbage in masked slots is no fault."""
+    FUNCTIONS[name](batch)
+
+
+# What is laid out: hand-built inputs and targets.
+
+
+def laid_out():
+    batch = fnppo.padded_batch([[1, 2], [3]], [[4, 5], [6]], advantages=[1, -1], old_logprobs=[[-2, -2], [-2]])
+    return fnppo.pack_sequences(fnppo.token_mean(batch)), fnppo.pad_sequences(fnppo.token_mean(batch))
+
+
+def forward(model_batch, family="llama", **options):
+    policy, params = policy_of(family)
+    return fnppo.forward_logprobs(params, model_batch, **{"policy": policy, "temperature": 1.0} | options)
+
+
+def set_at(column, index, value):
+    column = column.clone()
+    column[index] = value
+    return column
+
+
+@pytest.mark.parametrize("padded", [0, 1])
+@given(data=st.data())
+def test_hand_built_targets(padded, data):
+    """B19, G1: predictors and ids that are not there, and columns of other lengths, are no IndexError and no number."""
+    batch = laid_out()[padded]
+    inputs, targets = batch
+    tokens = inputs.input_ids.numel()
+    i = data.draw(st.integers(0, 2))
+    bad = data.draw(st.sampled_from([-(2**63), -5, -1]) | st.integers(tokens, 2**63 - 1))
+    refused(
+        lambda: forward(batch._replace(targets=targets._replace(predictors=set_at(targets.predictors, i, bad)))),
+        f"target {i}", bad, tokens, "of the same",
+    )  # fmt: skip
+    bad = data.draw(st.integers(-(2**63), -1) | st.integers(VOCAB, 2**63 - 1))
+    refused(
+        lambda: forward(batch._replace(targets=targets._replace(token_ids=set_at(targets.token_ids, i, bad)))),
+        f"target {i}", bad, VOCAB, "tokenizer",
+    )  # fmt: skip
+    name = data.draw(st.sampled_from(["predictors", "rows", "columns", "old_logprobs", "advantages", "loss_weights"]))
+    column = getattr(targets, name)
+    short = data.draw(st.sampled_from([column[1:], column[:1], column[None], column[0], torch.cat([column, column])]))
+    for run in (forward, lambda b: fnppo.ppo_loss(forward(batch), b.targets)):
+        refused(
+            lambda: run(batch._replace(targets=targets._replace(**{name: short}))),
+            name, tuple(short.shape), "(3,)", "one entry a target",
+        )  # fmt: skip
+    floats = targets._replace(predictors=targets.predictors.float())
+    refused(lambda: forward(batch._replace(targets=floats)), "predictors", "float32", "Call .long()")
+    refused(lambda: forward(batch._replace(targets=None)), "NoneType", "Targets")
+    refused(lambda: forward(batch._replace(inputs=tuple(inputs))), "tuple", "PackedInputs")
+    for wrong in (inputs, None, fnppo.padded_batch([[1]], [[2]])):
+        refused(lambda: forward(wrong), type(wrong).__name__, "ModelBatch", "pack_sequences")
+
+
+@given(data=st.data())
+def test_hand_built_packed_inputs(data):
+    batch = laid_out()[0]
+    share = fnppo.pack_sequences(fnppo.padded_batch([[1, 2]] * 2, [[3], [4, 5]]), share_prefixes=True)
+
+    def with_(base=batch, **columns):
+        return base._replace(inputs=base.inputs._replace(**columns))
+
+    inputs = batch.inputs  # cu_seqlens 0 4 6
+    i, bad = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([-1, -100, VOCAB, 10**6]))
+    refused(lambda: forward(with_(input_ids=set_at(inputs.input_ids, i, bad))), f"position {i}", bad, VOCAB)
+    bad = data.draw(st.integers(-(2**31), -1))
+    refused(lambda: forward(with_(position_ids=set_at(inputs.position_ids, i, bad))), f"position {i}", bad, "from 0")
+    for bounds, where, value in (
+        ([1, 4, 6], "boundary 0", 1), ([0, 4, 5], "boundary 2", 5), ([0, 4, 7], "boundary 2", 7), ([0, 7, 6], "boundary 1", 7),
+        ([0, -1, 6], "boundary 0", 0), ([5], "boundary 0", 5), ([0], "boundary 0", 0),
+    ):  # fmt: skip
+        refused(lambda: forward(with_(cu_seqlens=tensor(bounds, dtype=torch.int32))), where, f"is {value} there", "6")
+    refused(lambda: forward(with_(cu_seqlens=tensor([], dtype=torch.int32))), "cu_seqlens", "(0,)")
+    refused(lambda: forward(with_(cu_seqlens=tensor([0.0, 6.0]))), "cu_seqlens", "float32")
+    refused(lambda: forward(with_(position_ids=inputs.position_ids[1:])), "position_ids", "(5,)", "(6,)")
+    refused(lambda: forward(with_(input_ids=inputs.input_ids[None])), "(1, 6)", "pack_sequences")
+    refused(lambda: forward(with_(input_ids=inputs.input_ids[:0], position_ids=inputs.position_ids[:0])), "0 tokens")
+    refused(lambda: forward(with_(position_ids=inputs.position_ids.to("meta"))), "position_ids", "meta", "Move one")
+    i, bad = data.draw(st.sampled_from([(0, 0), (1, 1), (1, 5), (2, -2), (2, 2)]))
+    parents = set_at(share.inputs.parents, i, bad)
+    refused(lambda: forward(with_(share, parents=parents)), f"segment {i}", f"parent is {bad}")
+    refused(lambda: forward(with_(share, parents=parents[1:])), "parents", "(2,)", "3 segments")
+
+
+def test_hand_built_padded_inputs():
+    batch = laid_out()[1]
+
+    def with_(**columns):
+        return batch._replace(inputs=batch.inputs._replace(**columns))
+
+    inputs = batch.inputs
+    refused(lambda: forward(with_(input_ids=set_at(inputs.input_ids, (1, 2), -3))), "row 1, column 2", -3, VOCAB)
+    refused(lambda: forward(with_(position_ids=inputs.position_ids - 1)), "row 0, column 0", "position_ids is -1")
+    refused(lambda: forward(with_(attention_mask=inputs.attention_mask * 2)), "row 0, column 0", "attention_mask is 2")
+    refused(lambda: forward(with_(attention_mask=inputs.attention_mask[:1])), "attention_mask", "(1, 4)", "(2, 4)")
+
+
+@pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, fnppo.shared])
+def test_rows_longer_than_the_model_has_positions(layout):
+    """A model with 32 absolute positions reads rows of 32, and no more; rotary models have no such limit."""
+    for length, family, fits in ((32, "gpt2", True), (33, "gpt2", False), (33, "llama", True)):
+        batch = fnppo.padded_batch([[1], [1] * 5], [[2], [3] * (length - 5)])
+        model_batch = layout.lay(fnppo.token_sum(batch))
+        policy, params = policy_of(family)
+        score = partial(
+            fnppo.compute_logprobs, params, batch, policy=policy, temperature=1.0, max_tokens=99, layout=layout
+        )
+        sample = partial(
+            generate, params, [[1], [1] * 5], policy=policy, max_new_tokens=length - 5, seed=0, eos_token_id=None
+        )
+        if fits:
+            forward(model_batch, family)
+            score()
+            sample()
+            continue
+        refused(lambda: forward(model_batch, family), "position_ids is 32", "32 positions", "Shorten or drop the row")
+        refused(score, "row 1", "33 tokens", "32 positions", "Shorten or drop the row")
+        refused(sample, "prompt 1", "5 tokens", "28 new", "32 positions", "Lower max_new_tokens")
+
+
+# Numbers: hyper-parameters and counts.
+
+NO_COUNT = [0, -1, 0.5, 2.0, NAN, INF, "3", None, [1], 1j]
+NO_NUMBER = [NAN, "1", None, [], 1j, {}]
+
+
+def everything(name, run, bad, *named):
+    for value in bad:
+        refused(lambda: run(**{name: value}), name, *([] if value == [] or value == {} else [value]), *named)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, NAN, INF, -INF, "1", 1j, [], {}])
+def test_temperatures(temperature):
+    """C6."""
+    batch = fnppo.padded_batch([[1]], [[2, 3]])
+    policy, params = policy_of()
+    for run in (
+        partial(forward, fnppo.pack_sequences(batch)),
+        partial(compute, batch),
+        partial(generate, params, [[1]], policy=policy, max_new_tokens=1, seed=0, eos_token_id=None),
+        partial(fnppo.chunked_logprobs, torch.zeros(1, 2), tensor([0]), weight=torch.zeros(3, 2)),
+        partial(fnppo.logits_to_stats, torch.zeros(1, 2), tensor([0])),
+    ):
+        refused(lambda: run(temperature=temperature), "temperature is", temperature, "above 0")
+    if isinstance(temperature, (int, float)):
+        refused(
+            lambda: forward(fnppo.pack_sequences(batch), temperature=tensor([1.0, temperature])), temperature, "above 0"
+        )
+
+
+def test_required_arguments_are_named_by_python():
+    """J4."""
+    policy, params = policy_of()
+    for run, missing in (
+        (lambda: fnppo.forward_logprobs(params, None, policy=policy), "temperature"),
+        (lambda: fnppo.compute_logprobs(params, None, policy=policy, temperature=1.0), "max_tokens"),
+        (
+            lambda: fnppo.update_policy(params, None, None, loss_fn=None, optimizer=None, max_tokens=1),
+            "mini_batch_size",
+        ),
+        (lambda: fnppo.constant_norm(None), "horizon"),
+    ):
+        with pytest.raises(TypeError, match=f"missing .*argument.*{missing}"):
+            run()
+
+
+def test_sizes_of_an_update():
+    """E9, J1."""
+    batch = fnppo.padded_batch([[1]], [[2]], advantages=[1], old_logprobs=[[-2]])
+    for name in ("mini_batch_size", "num_epochs", "max_tokens"):
+        everything(name, partial(update, batch), NO_COUNT, "whole number of at least 1")
+    everything("seed", partial(update, batch), [0.5, NAN, "1", None, [1], 2**64])
+    everything("max_tokens", partial(compute, batch), NO_COUNT, "whole number")
+    everything("chunk_size", partial(compute, batch), [x for x in NO_COUNT if x is not None], "None chooses a size")
+    everything("pad_to", partial(fnppo.pack_sequences, batch), [x for x in NO_COUNT if x is not None], "whole number")
+    everything("horizon", partial(fnppo.constant_norm, batch), [*NO_NUMBER, 0, -1, INF], "above 0", "response tokens")
+    refused(lambda: fnppo.pack_sequences(batch, pad_to=1), "2 tokens", "pad_to is 1", "Raise pad_to")
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
+def test_plans(lengths, data):
+    """E3, E9: a length that is no count would let a group grow over any limit."""
+    row = data.draw(st.integers(0, len(lengths) - 1))
+    bad = data.draw(st.sampled_from([-1, -100, 0.5, NAN, INF, None, "2"]))
+    wrong = [*lengths[:row], bad, *lengths[row + 1 :]]
+    groups = {(1,) * min(lengths): list(range(len(lengths)))}
+    for plan in (fnppo.plan_microbatches, partial(fnppo.plan_shared_microbatches, groups=groups)):
+        refused(lambda: plan(wrong, max_tokens=99), f"row {row}", bad, "at least 0")
+        everything("max_tokens", partial(plan, lengths), NO_COUNT, "whole number of at least 1")
+        longest = max(lengths)
+        if longest > 1:
+            first = lengths.index(longest)
+            refused(
+                lambda: plan(lengths, max_tokens=longest - 1),
+                f"row {first}" if plan is fnppo.plan_microbatches else "row",
+                longest,
+                longest - 1,
+                "Raise max_tokens",
+            )
+    shared = partial(fnppo.plan_shared_microbatches, lengths, max_tokens=99)
+    rows = list(range(len(lengths)))
+    for wrong, named in (
+        ({(): rows[1:]}, ("row 0 is 0 times",)),
+        ({(): [*rows, row]}, (f"row {row} is 2 times",)),
+        ({(): [*rows, len(rows)]}, (f"row {len(rows)}", f"{len(rows)} rows")),
+        ({(1,) * 10: rows}, ("row 0", lengths[0], "10")),
+        ({(): [-1]}, ("-1", "Count from 0")),
+    ):
+        refused(lambda: shared(wrong), *named)
+    everything("mini_batch_size", partial(fnppo.plan_minibatches, 3), NO_COUNT, "at least 1")
+    everything("rows", partial(fnppo.plan_minibatches, mini_batch_size=1), [-1, 0.5, NAN, None], "at least 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("clip_low", [-0.1, *NO_NUMBER]), ("clip_high", [-0.1, *NO_NUMBER]), ("entropy_coef", [*NO_NUMBER, INF, -INF]),
+        ("kl_coef", [*NO_NUMBER, -0.1, INF]), ("dual_clip", [x for x in [*NO_NUMBER, 1.0, 0, -3] if x is not None]),
+    ],
+)  # fmt: skip
+def test_numbers_of_the_loss(name, bad):
+    batch = laid_out()[0]
+    stats = forward(batch)
+    everything(name, partial(fnppo.ppo_loss, stats, batch.targets), bad)
+    for value in (x for x in bad if isinstance(x, (int, float))):
+        refused(lambda: fnppo.ppo_loss(stats, batch.targets, **{name: tensor(float(value))}), name)
+
+
+def test_the_loss_does_not_broadcast():
+    """B19."""
+    batch = laid_out()[0]
+    stats = forward(batch)
+    for name in ("logprobs", "entropy"):
+        column = getattr(stats, name)
+        for bad in (column[:1], column[None], column[0], column[:, None], column[:0]):
+            wrong = stats._replace(**{name: bad})
+            refused(lambda: fnppo.ppo_loss(wrong, batch.targets), f"stats.{name}", tuple(bad.shape), "3 targets")
+    with_ref = batch.targets._replace(ref_logprobs=stats.logprobs)
+    refused(
+        lambda: fnppo.ppo_loss(stats, with_ref, kl=lambda a, b: fnppo.kl_k3(a, b).mean()),
+        "kl gave shape ()",
+        "3 targets",
+    )
+    refused(lambda: fnppo.ppo_loss(stats, batch), "ModelBatch", "Targets")
+    refused(lambda: fnppo.ppo_loss(stats._replace(logprobs=[0.0] * 3), batch.targets), "stats.logprobs", "list")
+    refused(
+        lambda: fnppo.clipped_surrogate(torch.zeros(3), torch.zeros(1), clip_low=0.1, clip_high=0.1, dual_clip=None),
+        "(3,)", "(1,)",
+    )  # fmt: skip
+
+
+@given(
+    place=st.integers(0, 2),
+    value=st.sampled_from([NAN, INF, -INF]),
+    name=st.sampled_from(["advantages", "loss_weights", "ref_logprobs"]),
+)
+def test_nan_that_comes_as_far_as_the_loss_surfaces(place, value, name):
+    """C12: the loss looks at no values, for that would wait for the device; what is not finite makes it not finite."""
+    batch = laid_out()[0]
+    stats = forward(batch)
+    targets = batch.targets._replace(ref_logprobs=stats.logprobs.detach())
+    targets = targets._replace(**{name: set_at(getattr(targets, name), place, value)})
+    loss, metrics = fnppo.ppo_loss(stats, targets, kl_coef=0.1)
+    assert not math.isfinite(loss.item())
+    assert not math.isfinite(fnppo.summarize(metrics)["loss"])
+
+
+# Trees, optimizers, gradients, files.
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "bad"),
+    [
+        (fnppo.adamw, "learning_rate", [-1e-3, INF, *NO_NUMBER]),
+        (fnppo.sgd, "learning_rate", [-1e-3, INF, *NO_NUMBER]),
+        (partial(fnppo.adamw, 0.1), "b1", [1, 1.5, -0.1, *NO_NUMBER]),
+        (partial(fnppo.adamw, 0.1), "b2", [1, 1.5, -0.1, *NO_NUMBER]),
+        (partial(fnppo.adamw, 0.1), "eps", [-1e-8, INF, *NO_NUMBER]),
+        (partial(fnppo.adamw, 0.1), "weight_decay", [-0.1, INF, *NO_NUMBER]),
+        (partial(fnppo.sgd, 0.1), "momentum", [1, -0.1, *NO_NUMBER]),
+        (fnppo.clip_by_global_norm, "max_norm", [-1.0, *NO_NUMBER]),
+        (fnppo.constant, "value", [-1.0, INF, *NO_NUMBER]),
+        (partial(fnppo.constant, 1.0), "warmup", [-1, 0.5, NAN, None]),
+        (partial(fnppo.linear, 1.0, 0.0), "steps", NO_COUNT),
+        (partial(fnppo.cosine, 1.0), "steps", NO_COUNT),
+        (partial(fnppo.cosine, 1.0, steps=2), "final", [-1.0, INF, *NO_NUMBER]),
+        (partial(fnppo.warmup_stable_decay, 1.0, warmup=1, stable=1), "decay", NO_COUNT),
+        (partial(fnppo.warmup_stable_decay, 1.0, warmup=1, decay=1), "stable", [-1, 0.5, NAN, None]),
+    ],
+)
+def test_numbers_of_optimizers_and_schedules(make, name, bad):
+    everything(name, make, bad)
+
+
+OPTIMIZERS = {
+    "adamw": fnppo.adamw(0.1),
+    "sgd": fnppo.sgd(0.1),
+    "momentum": fnppo.sgd(0.1, momentum=0.9),
+    "chain": fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(0.1)),
+    "skip": fnppo.skip_nonfinite(fnppo.adamw(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trees_that_do_not_belong_together(name):
+    optimizer = OPTIMIZERS[name]
+    params = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    state = optimizer.init(params)
+    for grads, named in (
+        ({"a": params["a"]}, ["b"]),
+        (params | {"c": torch.ones(1)}, ["c"]),
+        (list(params.values()), ["tree"]),
+        (params | {"b": torch.ones(1)}, ["b", (1,), (3,)]),  # would be broadcast
+        (params | {"b": torch.ones(2, 3)}, ["b", (2, 3), (3,)]),
+        (params | {"b": torch.ones(3, device="meta")}, ["b", "meta"]),
+    ):
+        if name != "chain" or "meta" not in named:  # the norm of a mixture of devices is torch's to refuse
+            refused(lambda: optimizer.update(grads, state, params), *named, "params")
+        refused(lambda: fnppo.apply_updates(params, grads), "updates", *named)
+    others = [other.init(params) for key, other in OPTIMIZERS.items() if type(other.init(params)) is not type(state)]
+    for other in [*others, None]:
+        refused(lambda: optimizer.update(params, other, params), type(other).__name__, "init of this optimizer")
+
+
+def test_losses_that_are_none():
+    """J7: what a custom loss returns is looked at."""
+    params = {"w": torch.ones(2)}
+    metrics = fnppo.Metrics()
+    for output, named in (
+        (lambda p: p["w"].sum(), "(loss, metrics)"),
+        (lambda p: (p["w"].sum(),), "(loss, metrics)"),
+        (lambda p: (p["w"], metrics), "(2,)"),
+        (lambda p: (1.0, metrics), "float"),
+        (lambda p: (p["w"].sum(), {"loss": 1.0}), "fnppo.Metrics"),
+        (lambda p: None, "NoneType"),
+    ):
+        for run in (
+            lambda: fnppo.accumulate_gradients(lambda p, _: output(p), params, [0]),
+            lambda: fnppo.train_step(
+                params, fnppo.sgd(0.1).init(params), [0], loss_fn=lambda p, _: output(p), optimizer=fnppo.sgd(0.1)
+            ),
+        ):
+            refused(run, named)
+        if "Metrics" not in named:
+            refused(lambda: fnppo.value_and_grad(lambda p: output(p))(params), named)
+    good = lambda p, _: (p["w"].sum(), metrics)
+    refused(lambda: fnppo.accumulate_gradients(good, params, []), "no micro-batch", "at least one")
+    for one in (laid_out()[0], fnppo.padded_batch([[1]], [[2]])):
+        refused(lambda: fnppo.accumulate_gradients(good, params, one), type(one).__name__, "list")
+    for leaf, named in ((torch.ones(2).long(), "int64"), ("text", "str"), (1.0, "float")):
+        refused(lambda: fnppo.accumulate_gradients(good, {"w": leaf}, [0]), "params/w", named)
+        refused(lambda: fnppo.value_and_grad(good)({"w": leaf}, 0), "params/w", named)
+
+
+@pytest.mark.parametrize("kind", fnppo.Metrics._fields)
+@pytest.mark.parametrize(
+    ("bad", "named"), [(torch.zeros(2), (2,)), (torch.zeros(0), (0,)), (1.0, "float"), (None, "NoneType")]
+)
+def test_metrics_that_are_no_number(kind, bad, named):
+    refused(lambda: fnppo.summarize(fnppo.Metrics()._replace(**{kind: {"mine": bad}})), kind, "mine", named)
+
+
+def test_trees_on_disk(tmp_path):
+    path, tree = tmp_path / "c.pt", {"w": torch.ones(2)}
+    everything("step", partial(save_checkpoint, path, tree), [-1, 0.5, NAN, "1", None, [1]], "at least 0")
+    refused(lambda: save_checkpoint(path, {"w": 1.0}, step=0), "w", "float")
+    assert not path.exists()
+    for content in (
+        [1], {}, {"step": 1}, {"step": 1, "tensors": {"w": torch.ones(2)}}, {"fnppo_checkpoint": 2, "step": 1, "tensors": {}},
+        {"fnppo_checkpoint": 1, "step": -1, "tensors": {}}, {"fnppo_checkpoint": 1, "step": 1, "tensors": [torch.ones(2)]},
+        {"fnppo_checkpoint": 1, "step": 1, "tensors": {"w": 1.0}},
+    ):  # fmt: skip
+        torch.save(content, path)
+        refused(lambda: load_checkpoint(path, tree), path, "is not a checkpoint of fnppo", "Remove it")
+    save_checkpoint(path, tree, step=3)
+    refused(lambda: load_checkpoint(path, {"w": 1.0}), "w", "float")
+    refused(lambda: load_checkpoint(path, {"w": torch.ones(3)}), "w", "(2,)", "(3,)")
+    refused(lambda: load_checkpoint(tmp_path, tree), tmp_path, "is not a checkpoint")
+
+
+def test_models_on_disk(tmp_path):
+    policy, params = policy_of()
+    some = next(iter(params))
+    for wrong, named in (
+        (params | {"mine": torch.ones(1)}, ["mine", (1,), "not there"]),
+        (params | {some: torch.ones(1)}, [some, (1,)]),
+        ({n: p for n, p in params.items() if n != some}, [f"params lacks {some}"]),
+        (params | {some: None}, [some, "NoneType"]),
+    ):
+        refused(lambda: save_pretrained(tmp_path / "model", wrong, policy=policy), *named)
+    assert not (tmp_path / "model").exists()
+
+
+# Lists: prompts, rows, rewards.
+
+
+@pytest.mark.parametrize("bad", [[0.5], [1, NAN], ["a"], "a", 5, None, [None], [[1]], [2**63], [1j], tensor([0.5])])
+def test_token_ids_in_lists(bad):
+    """A fraction would be cut off in silence."""
+    refused(lambda: fnppo.padded_batch([[1], bad], [[2], [3]]), "prompts, row 1", "whole numbers")
+    refused(lambda: fnppo.padded_batch([[1], [2]], [bad, [3]]), "responses, row 0", "whole numbers")
+    policy, params = policy_of()
+    sample = partial(generate, params, policy=policy, max_new_tokens=1, seed=0, eos_token_id=None)
+    refused(lambda: sample([[1], bad]), "prompt 1", "Tokenize it first" if bad != [2**63] else "tokenizer and model")
+
+
+def test_lists_of_rows():
+    build = partial(fnppo.padded_batch, [[1], [2]], [[3], [4, 5]])
+    refused(lambda: fnppo.padded_batch(None, []), "prompts is None")
+    refused(lambda: fnppo.padded_batch([[1]], [[2], [3]]), "responses has 2 rows", "prompts has 1")
+    for name in ("old_logprobs", "ref_logprobs"):
+        refused(lambda: build(**{name: [[0.0], [0.0]]}), "row 1", "1", name, "2 response tokens", "one a token")
+        refused(lambda: build(**{name: [[0.0], 1.0]}), f"{name}, row 1", "1.0")
+        refused(lambda: build(**{name: [["x"], [0, 0]]}), f"{name}, row 0", "x")
+    for bad in ([[1.0], [2.0]], [1.0, "x"], [None, 1.0]):
+        refused(lambda: build(advantages=bad), "advantages, row", "numbers")
+    for bad in ([0, 0.5], [NAN, 1], ["x", 1], [[0], [1]]):
+        refused(lambda: build(groups=bad), "groups, row", "whole numbers")
+    everything("pad_token_id", build, [None, 0.5, "x"], "never read")
+
+
+@pytest.mark.parametrize("bad", ["x", None, [0.5], [[0]], 0, [3], [-1], [True], [[0], [1, 2]], [None], [1j]])
+def test_rows_to_select(bad):
+    refused(lambda: fnppo.select_rows(fnppo.padded_batch([[1]] * 3, [[2]] * 3), bad), "row")
+
+
+@given(data=st.data())
+def test_where_targets_go_back_to(data):
+    targets = laid_out()[0].targets
+    place = data.draw(st.integers(0, 2))
+    for name, shape in (("rows", (2, 4)), ("columns", (2, 4))):
+        bad = data.draw(st.sampled_from([-1, -100, shape[name == "columns"], 10**9]))
+        wrong = targets._replace(**{name: set_at(getattr(targets, name), place, bad)})
+        refused(lambda: fnppo.unpack_targets(torch.zeros(3), wrong, shape=shape), f"target {place}", bad, name[:-1])
+    for shape in ((1, 4), (2, 3), (0, 0)):
+        refused(lambda: fnppo.unpack_targets(torch.zeros(3), targets, shape=shape), "target", "Give the shape")
+    for shape in ((2, -1), (2, 0.5), (2, None)):
+        refused(lambda: fnppo.unpack_targets(torch.zeros(3), targets, shape=shape), shape[1], "(batch, seq)")
+    refused(lambda: fnppo.unpack_targets(torch.zeros(3), targets, shape=(8,)), "(8,)", "(batch, seq)")
+    for values in (torch.zeros(1), torch.zeros(3, 1), torch.zeros(()), torch.zeros(4)):
+        refused(lambda: fnppo.unpack_targets(values, targets, shape=(2, 4)), tuple(values.shape), "3 targets")
+
+
+def test_what_is_asked_of_the_sampler():
+    policy, params = policy_of()
+    options = {"policy": policy, "max_new_tokens": 1, "seed": 0, "eos_token_id": None}
+    sample = lambda prompts=[[1]], **other: generate(params, prompts, **options | other)
+    for name in ("max_new_tokens", "num_responses"):
+        everything(name, sample, NO_COUNT, "at least 1")
+    everything("seed", sample, [0.5, NAN, "x", None, 2**64])
+    everything("pad_token_id", sample, [0.5, None], "never read")
+    for bad in (VOCAB, -1, [1, VOCAB], [0.5], "x"):
+        refused(lambda: sample(eos_token_id=bad), "eos_token_id")
+    refused(lambda: sample([]), "0 prompts", "at least 1")
+    refused(lambda: sample([[1], []]), "prompt 1 is empty", "BOS")
+    refused(lambda: sample([[1], [VOCAB]]), "prompt 1", VOCAB, "tokenizer")
+
+
+@given(st.integers(0, 3), st.sampled_from([NAN, INF, -INF, 1e30]))
+def test_rewards(row, bad):
+    rewards, groups = torch.zeros(4), tensor([0, 0, 1, 1])
+    refused(lambda: fnppo.grpo_advantages(set_at(rewards, row, bad), groups), f"row {row}", "the reward is")
+    for wrong in (groups[:3], groups[None], groups[0]):
+        refused(lambda: fnppo.grpo_advantages(rewards, wrong), (4,), tuple(wrong.shape), "one value a row")
+    refused(lambda: fnppo.grpo_advantages(rewards.reshape(2, 2), groups.reshape(2, 2)), (2, 2), "one value a row")
+    refused(lambda: fnppo.grpo_advantages(rewards, groups.float()), "groups", "float32", "Number them")
+    refused(lambda: fnppo.grpo_advantages(rewards, groups.to("meta")), "meta", "Move one")
+    refused(lambda: fnppo.grpo_advantages([0.0] * 4, groups), "rewards is a list")
+    for eps in (0, -1.0, NAN, INF, None, "x"):
+        refused(lambda: fnppo.grpo_advantages(rewards, groups, eps=eps), "eps", eps, "above 0")
+
+
+@given(st.integers(0, 1), st.integers(0, 2), st.sampled_from([NAN, INF, -INF]))
+def test_rewards_and_values_of_tokens(row, column, bad):
+    """H7: at a learned token; elsewhere they may hold anything."""
+    rewards, values, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    place = row, column
+    refused(lambda: fnppo.gae_advantages(set_at(rewards, place, bad), values, mask), at(place), "rewards", bad)
+    refused(lambda: fnppo.gae_advantages(rewards, set_at(values, place, bad), mask), at(place), "values", bad)
+    unread = fnppo.gae_advantages(rewards, set_at(values, place, bad), set_at(mask, place, False))
+    assert all(x.isfinite().all() for x in unread)
+    refused(lambda: fnppo.gae_advantages(rewards, values, set_at(mask.long(), place, 2)), at(place), "loss_mask is 2")
+    for wrong in (values[:1], values[:, :1], values[0], values.T):
+        refused(lambda: fnppo.gae_advantages(rewards, wrong, mask), tuple(wrong.shape), (2, 3))
+    refused(lambda: fnppo.gae_advantages(rewards, values.long(), mask), "values", "int64", "Call .float()")
+    refused(lambda: fnppo.gae_advantages(rewards, values, mask.to("meta")), "loss_mask", "meta", "Move one")
+    for name in ("gamma", "lam"):
+        everything(name, partial(fnppo.gae_advantages, rewards, values, mask), [-0.1, 1.1, *NO_NUMBER, INF])
+
+
+# The head by itself.
+
+
+def test_shapes_of_the_head():
+    hidden, weight, ids = torch.zeros(3, 4), torch.zeros(7, 4), torch.zeros(3, dtype=torch.long)
+    refused(lambda: fnppo.chunked_logprobs(hidden, ids, weight=weight.T), (3, 4), (4, 7), "Transpose")
+    refused(lambda: fnppo.chunked_logprobs(hidden[None], ids, weight=weight), (1, 3, 4), "flatten")
+    refused(lambda: fnppo.chunked_logprobs(hidden, ids, weight=weight, bias=torch.zeros(4)), "bias", (4,), "7 rows")
+    for run in (
+        partial(fnppo.chunked_logprobs, hidden, weight=weight),
+        partial(fnppo.logits_to_stats, torch.zeros(3, 7)),
+    ):
+        for bad in (ids[:2], ids[None], ids[0], torch.zeros(4, dtype=torch.long)):
+            refused(lambda: run(token_ids=bad), "token_ids", tuple(bad.shape), "3 targets")
+        refused(lambda: run(token_ids=ids.float()), "float32", "Call .long()")
+        for bad in (-1, 7, -100, 10**9):
+            refused(lambda: run(token_ids=set_at(ids, 1, bad)), "target 1", bad, "7 entries")
+        refused(lambda: run(token_ids=ids, temperature=torch.ones(2)), "temperature", (2,), "3 targets")
+    refused(lambda: fnppo.logits_to_stats(torch.zeros(2, 3, 7), ids), (2, 3, 7), "Flatten")
