@@ -15,9 +15,11 @@ is fast on CPUs. `varlen_attention` (torch) and `flash_attention` (flash-attn) a
 `choose_attention` picks one; a backend that is forced and cannot do what the model asks says so.
 """
 
+import importlib
 import math
+import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -296,7 +298,7 @@ def _why_not(
         if asked.get("dropout", 0.0) > 0:
             return "attention dropout is on, which it has not"
     elif not _has_flash_attn():
-        return "flash-attn is not installed: pip install fnppo[flash]"
+        return "flash-attn is not installed, or cannot be imported: pip install fnppo[flash]"
     return None
 
 
@@ -308,10 +310,22 @@ def _require(backend: Attention, query: Tensor, key: Tensor, value: Tensor, segm
         )
 
 
+@cache
 def _has_flash_attn() -> bool:
     from importlib.util import find_spec
 
-    return find_spec("flash_attn") is not None
+    if find_spec("flash_attn") is None:
+        return False
+    try:
+        importlib.import_module("flash_attn")
+    except Exception as error:  # built for another torch, say
+        warnings.warn(
+            f"flash-attn is installed but cannot be imported ({error}): torch's varlen kernel or SDPA is used in its place. "
+            "Build it for this torch, or uninstall it.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _boundaries(

@@ -192,6 +192,17 @@ def test_flash_attn_is_used_where_it_is_installed(monkeypatch):
     assert module._why_not(flash_attention, query, query, query, segments_of(packed([3])), softcap=1.0) is None
 
 
+def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path):
+    """J5: the cause is said, with what is used in its place; not swallowed, and no ImportError in the middle of a step."""
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    module._has_flash_attn.cache_clear()
+    with pytest.warns(UserWarning, match=r"undefined symbol: _ZN3c10\): torch's varlen kernel or SDPA is used"):
+        reason = module._why_not(flash_attention, *[on_cuda()] * 3, segments_of(packed([3])))
+    assert "not installed, or cannot be imported" in reason
+    module._has_flash_attn.cache_clear()
+
+
 def test_the_cuda_kernels_get_no_empty_segment():
     """B10."""
     k, v = torch.arange(5.0)[:, None, None], torch.arange(5.0)[:, None, None]
