@@ -38,7 +38,7 @@ from fnppo.packing import (
 )
 from fnppo.policy import Policy, functional_policy
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
-from fnppo.train import train_step, update_policy
+from fnppo.train import describe_update, train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats
 from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequence_sum, token_mean, token_sum
 
@@ -70,6 +70,7 @@ __all__ = [
     "constant",
     "constant_norm",
     "cosine",
+    "describe_update",
     "flash_attention",
     "forward_logprobs",
     "functional_policy",

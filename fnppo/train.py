@@ -11,7 +11,7 @@ from fnppo.gradients import LossFn, accumulate_gradients
 from fnppo.layouts import Layout, packed
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import Optimizer, State, apply_updates, global_norm
-from fnppo.packing import select_rows
+from fnppo.packing import lengths, select_rows
 from fnppo.types import PaddedBatch, PyTree
 from fnppo.weights import token_mean
 
@@ -132,3 +132,38 @@ def update_policy(
         )
         total = merge_metrics(total, metrics)
     return params, opt_state, summarize(total)
+
+
+def describe_update(
+    batch: PaddedBatch,
+    *,
+    mini_batch_size: int,
+    max_tokens: int,
+    num_epochs: int = 1,
+    seed: int = 0,
+    layout: Layout = packed,
+) -> str:
+    """What `update_policy` does with the same arguments, in counts: its steps, and the rows of each micro-batch.
+
+    Raises:
+        ValueError: as in `update_policy`.
+
+    >>> from fnppo import padded_batch
+    >>> print(describe_update(padded_batch([[1]] * 5, [[2]] * 5), mini_batch_size=4, max_tokens=6))
+    5 rows, 1 epochs, mini_batch_size 4, max_tokens 6: 2 optimizer steps, 3 forwards
+    step 1: 4 rows, 8 tokens, micro-batches of 3 + 1 rows
+    step 2: 1 rows, 2 tokens, micro-batches of 1 rows
+    """
+    rows = check_batch(batch).input_ids.shape[0]
+    lines, forwards = [], 0
+    steps = plan_minibatches(rows, mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed)
+    for number, step in enumerate(steps, 1):
+        mini_batch = select_rows(batch, step)
+        groups = layout.plan(mini_batch, max_tokens)
+        forwards += len(groups)
+        sizes = " + ".join(str(len(group)) for group in groups)
+        lines.append(
+            f"step {number}: {len(step)} rows, {sum(lengths(mini_batch))} tokens, micro-batches of {sizes} rows"
+        )
+    head = f"{rows} rows, {num_epochs} epochs, mini_batch_size {mini_batch_size}, max_tokens {max_tokens}"
+    return "\n".join([f"{head}: {len(steps)} optimizer steps, {forwards} forwards", *lines])
