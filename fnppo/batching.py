@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fnppo.checks import check_count
+from fnppo.checks import check_count, check_type
 from fnppo.seeding import check_seed
 
 
@@ -70,6 +70,7 @@ def plan_shared_microbatches(
     [[0, 1, 2], [3]]
     """
     lengths, max_tokens = _checked(lengths, max_tokens)
+    check_type("groups", groups, dict, "Use prompt_groups(batch).")
     for row in (row for rows in groups.values() for row in rows):
         if not 0 <= check_count("a row of groups", row, least=0, remedy="Count from 0.") < len(lengths):
             raise ValueError(f"groups holds row {row}, lengths has {len(lengths)} rows. Make both from one batch.")
@@ -120,6 +121,8 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
 
 def _checked(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
     """Whole numbers: a negative length, or a limit that is NaN, would let a group grow over any limit."""
+    if not hasattr(lengths, "__len__"):
+        raise ValueError(f"lengths is {lengths!r}; one number a row is needed. Use fnppo.lengths(batch).")
     limit = check_count("max_tokens", max_tokens, least=1, remedy="A micro-batch holds at least 1 token.")
     remedy = "Use fnppo.lengths(batch)."
     return [check_count(f"the length of row {i}", n, least=0, remedy=remedy) for i, n in enumerate(lengths)], limit

@@ -68,6 +68,7 @@ def check_columns(batch: PaddedBatch) -> None:
         raise ValueError(
             f"the batch is a {type(batch).__name__}; a PaddedBatch is needed. Make one with padded_batch(...)."
         )
+    check_type("extra", batch.extra, dict, "Use {} for none.")
     columns = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "loss_mask": batch.loss_mask}
     columns |= {name: getattr(batch, name) for name in FLOAT_COLUMNS if getattr(batch, name) is not None} | batch.extra
     for name, column in columns.items():
@@ -83,8 +84,8 @@ def check_columns(batch: PaddedBatch) -> None:
                 "token-aligned: column t is about token t. Pad response-only columns on the left to the full width."
             )
         check_device(name, column, "input_ids", ids)
-        if name in FLOAT_COLUMNS and not column.is_floating_point():
-            raise ValueError(f"{name} has dtype {column.dtype}; it needs floating point. Call .float() on it.")
+        if name in FLOAT_COLUMNS:
+            check_floating(name, column)
         if name.endswith("_mask") and column.is_complex():
             raise ValueError(f"{name} has dtype {column.dtype}; a mask holds True/False or 0/1. Call .real on it.")
     if batch.groups is not None:
@@ -151,6 +152,7 @@ def check_targets(targets: Targets) -> None:
         raise ValueError(
             f"targets is a {type(targets).__name__}; Targets are needed. Use those of pack_sequences(batch)."
         )
+    check_type("targets.extra", targets.extra, dict, "Use {} for none.")
     columns = {name: column for name, column in targets._asdict().items() if column is not None and name != "extra"}
     columns |= {f"extra[{name!r}]": column for name, column in targets.extra.items()}
     for name, column in columns.items():
@@ -285,10 +287,25 @@ def check_number(
     raise ValueError(f"{name} is {value}; it must be {kind}{' and'.join(filter(None, (low, high)))}. {remedy}")
 
 
+def check_type(name: str, value: Any, wanted: type, remedy: str) -> None:
+    """Raise a `ValueError` if `value` is of another type."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name} is a {type(value).__name__}; a {wanted.__name__} is needed. {remedy}")
+
+
+def check_floating(name: str, value: Any) -> None:
+    """Raise a `ValueError` if `value` is no tensor of floating point."""
+    check_tensor(name, value)
+    if not value.is_floating_point():
+        raise ValueError(f"{name} has dtype {value.dtype}; it needs floating point. Call .float() on it.")
+
+
 def check_tensor(name: str, value: Any) -> None:
     """Raise a `ValueError` if `value` is no tensor."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed. Use torch.as_tensor.")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} has layout {value.layout}; a dense tensor is needed. Call .to_dense() on it.")
 
 
 def check_ids(name: str, ids: Tensor) -> None:

@@ -31,6 +31,8 @@ def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
     (tensor(23.), {'w': tensor([4., 5.])})
     """
 
+    _check_callable(loss_fn)
+
     def run(params: PyTree, *args: Any) -> tuple[tuple[Tensor, Any], PyTree]:
         if inside_transform():
             grads, (loss, aux) = torch.func.grad_and_value(loss_fn, has_aux=True)(params, *args)
@@ -70,6 +72,11 @@ def accumulate_gradients(
     >>> loss, grads
     (tensor(10.), {'w': tensor(5.)})
     """
+    _check_callable(loss_fn)
+    if not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches is a {type(batches).__name__}; a list of micro-batches is needed. Put it into a list."
+        )
     if isinstance(batches, (ModelBatch, PaddedBatch)):
         raise ValueError(
             f"batches is one {type(batches).__name__}; a list of micro-batches is needed. Put it into a list."
@@ -107,6 +114,13 @@ def accumulate_gradients(
         alias.grad = total.to(alias.dtype)
     grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]
     return (loss, metrics), optree.tree_unflatten(treedef, grads)
+
+
+def _check_callable(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is a {type(loss_fn).__name__}; a function is needed: (params, batch) -> (loss, metrics). Pass it uncalled."
+        )
 
 
 def _flattened(params: PyTree) -> tuple[list[Tensor], optree.PyTreeSpec]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnppo.checks import Fault, check_count, check_ids, check_number, refuse
+from fnppo.checks import Fault, check_count, check_device, check_floating, check_ids, check_number, check_tensor, refuse
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import TokenStats
 
@@ -54,7 +54,11 @@ def chunked_logprobs(
     >>> stats.logprobs, stats.entropy
     (tensor([-0.1698]), tensor([0.5243]))
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_floating(name, tensor)
+            check_device(name, tensor, "hidden", hidden)
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they need [targets, hidden] and "
             "[vocab, hidden]. Transpose the weight, or flatten batch and sequence."
@@ -62,7 +66,10 @@ def chunked_logprobs(
     targets, vocab = hidden.shape[0], weight.shape[0]
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; weight has {vocab} rows. Give one bias a row.")
-    _check_token_ids(token_ids, targets, vocab)
+    _check_token_ids(token_ids, targets, vocab, hidden)
+    check_number("scale", scale, remedy="Use 1 for none.")
+    if softcap is not None:
+        check_number("softcap", softcap, above=0, remedy="None is no cap.")
     if chunk_size is None:
         chunk_size = max(1, LOGITS_PER_CHUNK // vocab)
     check_count("chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size.")
@@ -92,11 +99,12 @@ def logits_to_stats(
     >>> logits_to_stats(torch.tensor([[1.0, 0.0, -torch.inf]]), torch.tensor([0])).entropy
     tensor([0.5822])
     """
+    check_floating("logits", logits)
     if logits.dim() != 2:
         raise ValueError(
             f"logits has shape {tuple(logits.shape)}; it needs [targets, vocab]. Flatten batch and sequence."
         )
-    _check_token_ids(token_ids, *logits.shape)
+    _check_token_ids(token_ids, logits.shape[0], logits.shape[1], logits)
     temperature = _per_target(temperature, logits.shape[0], like=logits)
     logp = _log_softmax(logits, temperature)
     logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
@@ -356,7 +364,9 @@ def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> T
     return torch.full((targets,), float(temperature), dtype=_precise(like.dtype), device=like.device)
 
 
-def _check_token_ids(token_ids: Tensor, targets: int, vocab: int) -> None:
+def _check_token_ids(token_ids: Tensor, targets: int, vocab: int, like: Tensor) -> None:
+    check_tensor("token_ids", token_ids)
+    check_device("token_ids", token_ids, "hidden", like)
     check_ids("token_ids", token_ids)
     if token_ids.shape != (targets,):
         raise ValueError(

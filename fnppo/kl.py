@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fnppo.checks import check_tensor
+
 KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -27,7 +29,7 @@ def kl_k1(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " tar
     >>> kl_k1(torch.tensor([-0.5]), torch.zeros(1))
     tensor([-0.5000])
     """
-    return logprobs - ref_logprobs
+    return _distance(logprobs, ref_logprobs)
 
 
 def kl_k2(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " targets"]) -> Float[Tensor, " targets"]:
@@ -36,7 +38,7 @@ def kl_k2(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " tar
     >>> kl_k2(torch.tensor([-0.5]), torch.zeros(1))
     tensor([0.1250])
     """
-    return (logprobs - ref_logprobs).square() / 2
+    return _distance(logprobs, ref_logprobs).square() / 2
 
 
 def kl_k3(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " targets"]) -> Float[Tensor, " targets"]:
@@ -45,7 +47,7 @@ def kl_k3(logprobs: Float[Tensor, " targets"], ref_logprobs: Float[Tensor, " tar
     >>> kl_k3(torch.tensor([-0.5, 0.5]), torch.zeros(2))
     tensor([0.1487, 0.1065])
     """
-    d = logprobs - ref_logprobs
+    d = _distance(logprobs, ref_logprobs)
     return torch.expm1(-d) + d
 
 
@@ -63,3 +65,13 @@ def straight_through(kl: KLEstimator) -> KLEstimator:
         return kl(logprobs, ref_logprobs).detach() + (k2 - k2.detach())
 
     return estimator
+
+
+def _distance(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    for name, column in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        check_tensor(name, column)
+        if column.shape != logprobs.shape:  # it would be broadcast
+            raise ValueError(
+                f"{name} has shape {tuple(column.shape)}, logprobs {tuple(logprobs.shape)}. Give both for the same targets."
+            )
+    return logprobs - ref_logprobs

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.checks import check_batch, check_model_batch, check_vocabulary
+from fnppo.checks import check_batch, check_model_batch, check_type, check_vocabulary
 from fnppo.head import chunked_logprobs
 from fnppo.layouts import Layout, packed
 from fnppo.packing import select_rows, unpack_targets
@@ -47,6 +47,8 @@ def forward_logprobs(
     >>> stats.logprobs.shape, stats.entropy.shape
     (torch.Size([3]), torch.Size([3]))
     """
+    check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
+    check_type("params", params, dict, "Use what functional_policy(module) returned.")
     check_model_batch(batch, vocab_size=policy.vocab_size)  # before the device has work that would be waited for
     hidden = policy.hidden_states(params, batch.inputs)
     return chunked_logprobs(
@@ -94,6 +96,8 @@ def compute_logprobs(
     >>> (stats.logprobs != 0).tolist() == batch.loss_mask.tolist()
     True
     """
+    check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
+    check_type("layout", layout, Layout, "Use fnppo.packed, fnppo.shared or fnppo.padded.")
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size, policy.max_positions)
     shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.checks import check_number, check_targets, check_tensor
+from fnppo.checks import check_number, check_targets, check_tensor, check_type
 from fnppo.kl import KLEstimator, kl_k3
 from fnppo.metrics import Metrics
 from fnppo.types import Targets, TokenStats
@@ -54,7 +54,10 @@ def ppo_loss(
     """
     check_number("entropy_coef", entropy_coef, remedy="Use 0 for no bonus; below 0 it is a penalty.")
     check_number("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
+    for name, coefficient in (("entropy_coef", entropy_coef), ("kl_coef", kl_coef)):
+        _check_shape(name, coefficient, ())
     check_targets(targets)
+    check_type("stats", stats, TokenStats, "Use what forward_logprobs returned.")
     for name, column in stats._asdict().items():
         if column is not None:
             check_tensor(f"stats.{name}", column)
@@ -135,6 +138,8 @@ def clipped_surrogate(
         check_number(name, clip, least=0, infinite=True, remedy="It is a distance from ratio 1, such as 0.2.")
     if dual_clip is not None:
         check_number("dual_clip", dual_clip, above=1, infinite=True, remedy="It bounds a ratio; None turns it off.")
+    for name, number in (("clip_low", clip_low), ("clip_high", clip_high), ("dual_clip", dual_clip)):
+        _check_shape(name, number, (), tuple(logratio.shape))
     if logratio.shape != advantages.shape:
         raise ValueError(
             f"logratio has shape {tuple(logratio.shape)}, advantages {tuple(advantages.shape)}. Give one a target."
@@ -175,6 +180,13 @@ def _column(name: str, targets: Targets, way_out: str) -> Tensor:
     if column is None:
         raise ValueError(f"the loss needs targets.{name}: {way_out}.")
     return column
+
+
+def _check_shape(name: str, number: float | Tensor | None, *shapes: tuple[int, ...]) -> None:
+    if isinstance(number, Tensor) and tuple(number.shape) not in shapes:
+        raise ValueError(
+            f"{name} has shape {tuple(number.shape)}; it needs {' or '.join(map(str, shapes))}. Give a number."
+        )
 
 
 def _is_on(coefficient: float | Tensor) -> bool:

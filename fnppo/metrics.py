@@ -32,6 +32,8 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
     >>> summarize(merge_metrics(a, b))["kl"]
     1.0
     """
+    _check(a)
+    _check(b)
     return Metrics(
         _combine(a.per_step, b.per_step, torch.add),
         _combine(a.per_token, b.per_token, torch.add),
@@ -52,11 +54,7 @@ def summarize(metrics: Metrics) -> dict[str, float]:
     >>> summarize(Metrics(per_token={"entropy": torch.tensor(6.0)}, totals={"tokens": torch.tensor(4)}))
     {'entropy': 1.5, 'tokens': 4.0}
     """
-    for kind, found in metrics._asdict().items():
-        for name, value in found.items():
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"{kind}[{name!r}] is {what}; a metric is a tensor of one number. Sum it in the loss.")
+    _check(metrics)
     steps = max(int(metrics.totals.get("steps", 1)), 1)
     tokens = int(metrics.totals.get("tokens", 0))
     summary = {name: value.item() / steps for name, value in metrics.per_step.items()}
@@ -69,3 +67,15 @@ def summarize(metrics: Metrics) -> dict[str, float]:
 def _combine(a: dict[str, Tensor], b: dict[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     both = {name: how(a[name], b[name]) for name in a.keys() & b.keys()}
     return {name: both[name] if name in both else (a | b)[name] for name in a | b}
+
+
+def _check(metrics: Metrics) -> None:
+    if not isinstance(metrics, Metrics):
+        raise ValueError(
+            f"metrics is a {type(metrics).__name__}; Metrics are needed. Return fnppo.Metrics(...) from the loss."
+        )
+    for kind, found in metrics._asdict().items():
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"{kind}[{name!r}] is {what}; a metric is a tensor of one number. Sum it in the loss.")

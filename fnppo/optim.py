@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fnppo.checks import check_number
+from fnppo.checks import check_floating, check_number, check_type
 from fnppo.foreach import foreach
 from fnppo.schedules import Schedule
 from fnppo.transforms import inside_transform
@@ -96,7 +96,7 @@ def adamw(
     check_number("weight_decay", weight_decay, least=0, remedy="Use 0 for none.")
 
     def init(params: PyTree) -> AdamWState:
-        for leaf in optree.tree_leaves(params):
+        for leaf in _floating_leaves("params", params):
             if eps and torch.tensor(eps, dtype=leaf.dtype) == 0:
                 raise ValueError(
                     f"eps = {eps} is 0 in {leaf.dtype}, so a gradient of 0 would give NaN. Keep the parameters in float32, or "
@@ -147,6 +147,7 @@ def sgd(learning_rate: float | Tensor | Schedule, *, momentum: float = 0.0) -> O
     check_number("momentum", momentum, least=0, below=1, remedy="Use 0 for none.")
 
     def init(params: PyTree) -> SGDState:
+        _floating_leaves("params", params)
         return SGDState(_no_steps(params), optree.tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(grads: PyTree, state: SGDState, params: PyTree, *, donate: bool = False) -> tuple[PyTree, SGDState]:
@@ -188,6 +189,9 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     {'w': tensor([-0.3000, -0.4000])}
     """
 
+    for place, optimizer in enumerate(optimizers):
+        check_type(f"optimizer {place} of the chain", optimizer, Optimizer, "Such as adamw(1e-6).")
+
     def init(params: PyTree) -> tuple[State, ...]:
         return tuple(optimizer.init(params) for optimizer in optimizers)
 
@@ -224,6 +228,8 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     ({'w': tensor(-0.)}, tensor(1), tensor(0))
     """
 
+    check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
+
     def init(params: PyTree) -> SkipState:
         return SkipState(_no_steps(params), optimizer.init(params))
 
@@ -257,7 +263,7 @@ def global_norm(tree: PyTree) -> Float[Tensor, ""]:
     """
     norms = [
         torch.linalg.vector_norm(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
-        for leaf in optree.tree_leaves(tree)
+        for leaf in _floating_leaves("tree", tree)
     ]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
@@ -268,8 +274,16 @@ def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
     >>> all_finite({"a": torch.tensor([1.0, torch.inf])})
     tensor(False)
     """
-    finite = [leaf.isfinite().all() for leaf in optree.tree_leaves(tree)]
+    finite = [leaf.isfinite().all() for leaf in _floating_leaves("tree", tree)]
     return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
+
+
+def _floating_leaves(what: str, tree: PyTree) -> list[Tensor]:
+    """The leaves of a tree; an error where one is no tensor of floating point."""
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    for path, leaf in zip(paths, leaves, strict=True):
+        check_floating(f"{what}/{'/'.join(map(str, path))}", leaf)
+    return leaves
 
 
 def _leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Tensor]:

@@ -146,8 +146,8 @@ def unpack_targets(
         raise ValueError(
             f"values has shape {tuple(values.shape)}; there are {targets.token_ids.numel()} targets. Give one a target."
         )
-    if len(shape) != 2:
-        raise ValueError(f"shape is {tuple(shape)}; it must be (batch, seq). Give that of the batch that was laid out.")
+    if not hasattr(shape, "__len__") or len(shape) != 2:
+        raise ValueError(f"shape is {shape}; it must be (batch, seq). Give that of the batch that was laid out.")
     rows, columns = (check_count(f"shape[{i}]", n, least=0, remedy="Give (batch, seq).") for i, n in enumerate(shape))
     for name, place, size in (("row", targets.rows, rows), ("column", targets.columns, columns)):
         message = f"its {name} is {{value}}, shape has {size} {name}s. Give the shape of the batch that was laid out."

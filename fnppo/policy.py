@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from fnppo import attention_interface
 from fnppo.attention import Attention, Segments, choose_attention, chunks_of, segments_of
-from fnppo.checks import check_inputs
+from fnppo.checks import check_device, check_inputs, check_tensor
 from fnppo.head import LinearHead
 from fnppo.remat import rematerialize
 from fnppo.seeding import seeded
@@ -64,6 +64,11 @@ def functional_policy(
     >>> policy.head.weight, params[policy.head.weight].shape
     ('lm_head.weight', torch.Size([11, 8]))
     """
+    is_module = isinstance(module, nn.Module)
+    if not is_module:
+        raise ValueError(
+            f"module is a {type(module).__name__}, no causal LM. Load one with AutoModelForCausalLM.from_pretrained(...)."
+        )
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     policy = _choose(module, attention, params)
     skeleton = _skeleton(module, packed=policy.padded_only is None).train(train)
@@ -103,6 +108,7 @@ class Policy:
         own = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
         if missing := sorted(dict(backbone.named_parameters()).keys() - own.keys()):
             raise ValueError(f"params lacks {prefix}{missing[0]}. Give the whole tree that functional_policy returned.")
+        _check_params(self.skeleton, params, inputs)
         device = inputs.input_ids.device
         own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
         if self.dropout_seed is None:
@@ -183,6 +189,20 @@ class Head(NamedTuple):
         if missing := [name for name in (self.weight, self.bias) if name is not None and name not in params]:
             raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
         return LinearHead(params[self.weight], params[self.bias] if self.bias else None, self.scale, self.softcap)
+
+
+def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | PaddedInputs) -> None:
+    """Names, shapes and devices: a misspelt name would be ignored in silence, and a vector of one number broadcast."""
+    own = dict(skeleton.named_parameters())
+    for name, value in params.items():
+        check_tensor(f"params[{name!r}]", value)
+        if name not in own or value.shape != own[name].shape:
+            there = f"is {tuple(own[name].shape)}" if name in own else "does not exist"
+            raise ValueError(
+                f"params holds {name} of shape {tuple(value.shape)}, which {there} in the model. Give the tree that "
+                "functional_policy returned."
+            )
+        check_device(name, value, "input_ids", inputs.input_ids)
 
 
 def _attend(

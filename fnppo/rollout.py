@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fnppo.checks import check_count, check_number
+from fnppo.checks import check_count, check_number, check_type
 from fnppo.policy import Policy
 from fnppo.seeding import seeded
 from fnppo.types import PaddedBatch, Params
@@ -64,9 +64,12 @@ def generate(
     >>> batch.input_ids.shape, batch.groups
     (torch.Size([6, 6]), tensor([0, 0, 0, 1, 1, 1]))
     """
+    check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
     check_number("temperature", temperature, above=0, remedy="For the most probable tokens, use greedy=True.")
     for name, value in (("max_new_tokens", max_new_tokens), ("num_responses", num_responses)):
         check_count(name, value, least=1, remedy="A row is a prompt with a response.")
+    if not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts is {prompts!r}; a list of prompts is needed. Put it into a list.")
     rows = [_ids(f"prompt {row}", prompt, policy) for row, prompt in enumerate(prompts)]
     if not rows:
         raise ValueError("there are 0 prompts; generate needs at least 1. Skip it.")

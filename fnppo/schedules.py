@@ -64,11 +64,11 @@ def warmup_stable_decay(peak: float, *, warmup: int, stable: int, decay: int, fi
 
 
 def _warmup(step: Int[Tensor, ""], warmup: int) -> Float[Tensor, ""]:
-    return ((step + 1).double() / max(warmup, 1)).clamp(max=1.0)
+    return (torch.as_tensor(step + 1).double() / max(warmup, 1)).clamp(max=1.0)
 
 
 def _progress(step: Int[Tensor, ""], start: int, steps: int) -> Float[Tensor, ""]:
-    return ((step - start).double() / steps).clamp(0.0, 1.0)
+    return (torch.as_tensor(step - start).double() / steps).clamp(0.0, 1.0)
 
 
 def _check(rates: dict[str, float], counts: dict[str, int], **lengths: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fnppo.batching import plan_minibatches
-from fnppo.checks import check_batch
+from fnppo.checks import check_batch, check_type
 from fnppo.gradients import LossFn, accumulate_gradients
 from fnppo.layouts import Layout, packed
 from fnppo.metrics import Metrics, merge_metrics, summarize
@@ -49,6 +49,7 @@ def train_step(
     >>> step[0], summarize(step[2])
     ({'w': tensor(0.5000)}, {'grad_norm': 5.0, 'steps': 1.0})
     """
+    check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
     (_, metrics), grads = accumulate_gradients(loss_fn, params, batches)
     norm = global_norm(grads)
     updates, opt_state = optimizer.update(grads, opt_state, params, donate=donate)
@@ -116,6 +117,7 @@ def update_policy(
     >>> metrics["steps"], metrics["tokens"]
     (6.0, 9.0)
     """
+    check_type("layout", layout, Layout, "Use fnppo.packed, fnppo.shared or fnppo.padded.")
     batch = check_batch(batch)
     rows = batch.input_ids.shape[0]
     if rows == 0:

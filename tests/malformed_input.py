@@ -767,3 +767,78 @@ def test_shapes_of_the_head():
             refused(lambda: run(token_ids=set_at(ids, 1, bad)), "target 1", bad, "7 entries")
         refused(lambda: run(token_ids=ids, temperature=torch.ones(2)), "temperature", (2,), "3 targets")
     refused(lambda: fnppo.logits_to_stats(torch.zeros(2, 3, 7), ids), (2, 3, 7), "Flatten")
+    refused(lambda: fnppo.logits_to_stats(torch.zeros(3, 7).long(), ids), "logits", "int64", "Call .float()")
+    refused(lambda: fnppo.chunked_logprobs(hidden, ids, weight=weight.to("meta")), "weight", "meta", "Move one")
+    refused(lambda: fnppo.chunked_logprobs(hidden, ids.to("meta"), weight=weight), "token_ids", "meta", "Move one")
+    refused(lambda: fnppo.chunked_logprobs(hidden[:0], ids[:0], weight=weight[:0]), (0, 4), "[vocab, hidden]")
+    for name, bad in (("scale", [*NO_NUMBER, INF]), ("softcap", [NAN, 0, -1.0, INF])):
+        everything(name, partial(fnppo.chunked_logprobs, hidden, ids, weight=weight), bad)
+    for kl in (fnppo.kl_k1, fnppo.kl_k2, fnppo.kl_k3):
+        refused(lambda: kl(torch.zeros(3), torch.zeros(1)), "ref_logprobs", (1,), (3,))
+        refused(lambda: kl([0.0], torch.zeros(1)), "logprobs", "list")
+
+
+# Things of another kind than asked for.
+
+
+def test_parameters_that_are_not_the_models():
+    """A name that is misspelt would be ignored in silence, and a norm's weight of one number would be broadcast."""
+    policy, params = policy_of()
+    batch = laid_out()[0]
+    run = lambda params: fnppo.forward_logprobs(params, batch, policy=policy, temperature=1.0)
+    for wrong, named in (
+        (params | {"model.norm.weight": torch.ones(1)}, ["model.norm.weight", (1,), (8,)]),
+        (params | {"model.mine": torch.ones(1)}, ["model.mine", "does not exist"]),
+        (params | {"lm_head.weight": torch.ones(5, 8)}, ["lm_head.weight", (5, 8), (VOCAB, 8)]),
+        (params | {"model.norm.weight": [1.0]}, ["model.norm.weight", "list"]),
+        ({n: p for n, p in params.items() if n != "model.norm.weight"}, ["params lacks model.norm.weight"]),
+        ({n: p.to("meta") for n, p in params.items()}, ["meta", "Move one"]),
+        ({}, ["params lacks"]),
+        (None, ["params", "NoneType", "dict"]),
+    ):
+        refused(lambda: run(wrong), *named)
+        if wrong:
+            refused(lambda: compute_with(wrong), *named)
+
+
+def compute_with(params):
+    batch = fnppo.padded_batch([[1]], [[2]])
+    return fnppo.compute_logprobs(params, batch, policy=policy_of()[0], temperature=1.0, max_tokens=9)
+
+
+def test_other_kinds():
+    batch, laid = fnppo.padded_batch([[1]], [[2]], advantages=[1], old_logprobs=[[-2]]), laid_out()[0]
+    policy, params = policy_of()
+    for wrong in (None, tiny("llama"), (policy, params)):
+        refused(lambda: forward(laid, policy=wrong), "policy", type(wrong).__name__, "functional_policy")
+        refused(lambda: compute(batch, policy=wrong), "policy", type(wrong).__name__, "functional_policy")
+    for wrong in (None, "packed", fnppo.pack_sequences):
+        for run in (compute, update):
+            refused(lambda: run(batch, layout=wrong), "layout", type(wrong).__name__, "fnppo.packed")
+    for wrong in (None, "gpt2", 3):
+        refused(lambda: fnppo.functional_policy(wrong), type(wrong).__name__, "from_pretrained")
+    state = fnppo.sgd(0.1).init(params)
+    step = partial(fnppo.train_step, params, state, [laid], loss_fn=loss_fn, optimizer=fnppo.sgd(0.1))
+    refused(lambda: step(optimizer=None), "optimizer", "NoneType", "adamw")
+    refused(lambda: step(loss_fn=None), "loss_fn", "NoneType")
+    refused(
+        lambda: fnppo.train_step(params, state, None, loss_fn=loss_fn, optimizer=fnppo.sgd(0.1)), "NoneType", "list"
+    )
+    for make in (fnppo.chain, fnppo.skip_nonfinite):
+        refused(lambda: make(None), "optimizer", "NoneType", "adamw")
+    for bad in ({"w": 1.0}, {"w": torch.ones(1).long()}):
+        for run in (fnppo.adamw(0.1).init, fnppo.sgd(0.1, momentum=0.5).init, fnppo.global_norm, fnppo.all_finite):
+            refused(lambda: run(bad), "w", "float")
+    for bad in (None, 3):
+        refused(lambda: fnppo.plan_microbatches(bad, max_tokens=3), "lengths", bad, "fnppo.lengths(batch)")
+    refused(lambda: fnppo.plan_shared_microbatches([3], None, max_tokens=3), "groups", "prompt_groups")
+    refused(lambda: fnppo.pack_sequences(batch._replace(extra=None)), "extra", "NoneType", "{} for none")
+    refused(
+        lambda: fnppo.pack_sequences(batch._replace(input_ids=batch.input_ids.to_sparse())), "sparse", ".to_dense()"
+    )
+    refused(lambda: fnppo.merge_metrics(fnppo.Metrics(), {}), "dict", "fnppo.Metrics")
+    refused(lambda: fnppo.ppo_loss(None, laid.targets), "stats", "NoneType", "forward_logprobs")
+    for name in ("clip_low", "clip_high", "dual_clip", "entropy_coef", "kl_coef"):
+        wrong = {name: torch.full((2,), 1.5)}
+        refused(lambda: fnppo.ppo_loss(forward(laid), laid.targets, **wrong), name, (2,), "Give a number")
+    assert fnppo.linear(1.0, 0.0, steps=4)(2).item() == 0.5  # a step that is an int is no fault
