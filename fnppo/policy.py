@@ -23,7 +23,7 @@ from fnppo.checks import check_device, check_inputs, check_tensor
 from fnppo.head import LinearHead
 from fnppo.remat import rematerialize
 from fnppo.seeding import seeded
-from fnppo.transforms import forward_order
+from fnppo.transforms import forward_order, inside_transform
 from fnppo.types import PackedInputs, PaddedInputs, Params
 
 
