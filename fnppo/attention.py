@@ -100,9 +100,7 @@ def chunks_of(segments: Segments, size: int) -> Segments:
         return Segments(piece[None], segments.positions, PackedSegments(queries, queries, None))
     owner, number = owner[starts], number[starts]  # of each piece
     ancestors = segments.ancestors[owner[:, None], owner] & (number[:, None] == number)
-    reads = ancestors[
-        :, piece
-    ]  # [pieces, tokens]; ancestors stand before their descendants, so the order is that of the line
+    reads = ancestors[:, piece]  # [pieces, tokens], in the order of the line: ancestors stand before their descendants
     packed = PackedSegments(queries, tuple(reads.sum(1).tolist()), reads.nonzero()[:, 1])
     return Segments(piece[None], segments.positions, packed, ancestors)
 

@@ -50,14 +50,13 @@ def window_mark(
     `attention_forward`, so a window is known also for models that do not pass it on as a keyword.
     """
     parts = set() if mask_function is None else _parts(mask_function)
-    if (
-        "bidirectional_mask_function" in parts
-    ):  # for an encoder that is not there; a layer that attends with it is refused
-        return torch.ones((1, 1, 1, 1), dtype=torch.bool)
+    if "bidirectional_mask_function" in parts:
+        # For an encoder that is not there. A layer that attends with it is refused.
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device="cpu")
     if use_vmap or parts - UNDERSTOOD:
         raise ValueError("the model lays a pattern of its own over the causal mask, which would be lost.")
     size = local_size or 0
-    return torch.full((1, 1, 1, 1), -size if "chunked_overlay" in parts else size)
+    return torch.full((1, 1, 1, 1), -size if "chunked_overlay" in parts else size, device="cpu")
 
 
 def _parts(mask_function: Any) -> set[str]:

@@ -114,8 +114,8 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
     check_count("mini_batch_size", mini_batch_size, least=1, remedy="It counts rows of one optimizer step.")
     check_count("num_epochs", num_epochs, least=1, remedy="To make no step, do not call it.")
     check_count("rows", rows, least=0, remedy="Give the number of rows of the batch.")
-    generator = torch.Generator().manual_seed(check_seed(seed))
-    epochs = [torch.randperm(rows, generator=generator).tolist() for _ in range(num_epochs)]
+    generator = torch.Generator("cpu").manual_seed(check_seed(seed))
+    epochs = [torch.randperm(rows, generator=generator, device="cpu").tolist() for _ in range(num_epochs)]
     return [order[start : start + mini_batch_size] for order in epochs for start in range(0, rows, mini_batch_size)]
 
 

@@ -97,7 +97,7 @@ def adamw(
 
     def init(params: PyTree) -> AdamWState:
         for leaf in _floating_leaves("params", params):
-            if eps and torch.tensor(eps, dtype=leaf.dtype) == 0:
+            if eps and leaf.new_tensor(eps) == 0:
                 raise ValueError(
                     f"eps = {eps} is 0 in {leaf.dtype}, so a gradient of 0 would give NaN. Keep the parameters in float32, or "
                     "raise eps."

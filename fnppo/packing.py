@@ -70,7 +70,7 @@ def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: 
     counts, parents = batch.attention_mask.sum(1), None
     order = location = torch.arange(kept.numel(), device=kept.device)
     if share_prefixes and (shared := _share_prefixes(batch)) is not None:
-        order, location, counts, parents = (x.to(kept.device) for x in shared)
+        order, location, counts, parents = shared
     tokens = order.numel()
     length = max(tokens, 1) if pad_to is None else pad_to
     if tokens > length:
@@ -351,8 +351,9 @@ def _share_prefixes(batch: PaddedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]
         for row in rows:
             location[starts[row] : starts[row] + len(prompt)] = range(place, place + len(prompt))
             lay(starts[row] + len(prompt), row_lengths[row] - len(prompt), parent)
+    device = batch.input_ids.device
     order_, location_, counts_, parents_ = (
-        torch.tensor(x, dtype=torch.long) for x in (order, location, counts, parents)
+        torch.tensor(x, dtype=torch.long, device=device) for x in (order, location, counts, parents)
     )
     return order_, location_, counts_, parents_
 

@@ -273,3 +273,15 @@ def test_under_transforms_also_over_its_own_numbers():
     by_clip, by_coef = grad(loss, (1, 2))(logprobs, clips[1], coefs[1])
     assert by_clip.item() == pytest.approx(-0.5 - 0.5)  # both tokens sit on their clip: -(1 + c)/2 and (1 - c)/2
     assert by_coef.item() == pytest.approx(kl_k3(logprobs, targets.ref_logprobs).mean().item())
+
+
+def test_the_default_device_is_not_used():
+    """What is made is where the targets are. On `meta`, the default here, tensors have no values."""
+    stats, targets = stats_of([0.5, -0.4], entropy=[1.0, 2.0]), targets_of([1.0, -1.0], ref=[0.1, 0.2])
+    with torch.device("meta"):
+        loss, metrics = ppo_loss(
+            stats, targets, kl_coef=0.1, entropy_coef=0.1, clip_low=tensor(0.2, dtype=F64, device="cpu")
+        )
+    expected, expected_metrics = ppo_loss(stats, targets, kl_coef=0.1, entropy_coef=0.1)
+    assert_close(loss, expected)
+    assert summarize(metrics) == summarize(expected_metrics)

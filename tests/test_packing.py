@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -198,3 +199,25 @@ def test_rows_by_mask():
         fnppo.select_rows(batch, tensor([1, 0, 1], dtype=torch.uint8))
     with pytest.raises(ValueError, match="rows have dtype torch.float32"):
         fnppo.select_rows(batch, tensor([0.0]))
+
+
+@pytest.mark.parametrize(
+    "layout", [pack_sequences, partial(pack_sequences, share_prefixes=True, pad_to=12), pad_sequences]
+)
+def test_the_default_device_is_not_used(layout):
+    """What is made is where the batch is. On `meta`, the default here, tensors have no values."""
+    lists = [[1, 2], [1, 2], [3]], [[4], [5, 6], [7]]
+    columns = {"old_logprobs": [[-1.0], [-2.0, -3.0], [-4.0]], "advantages": [1.0, 2.0, 3.0], "groups": [0, 0, 1]}
+    expected = layout(batch := fnppo.padded_batch(*lists, **columns))
+    with torch.device("meta"):
+        assert fnppo.padded_batch(*lists, **columns).input_ids.is_meta
+        made = layout(fnppo.padded_batch(*lists, **columns, device="cpu"))
+        back = fnppo.unpack_targets(made.targets.advantages, made.targets, shape=(3, 4))
+        rows = fnppo.select_rows(batch, [2, 0]), fnppo.select_rows(batch, [False, True, True])
+    for a, b in zip(optree.tree_leaves(made), optree.tree_leaves(expected), strict=True):
+        assert_close(a, b, rtol=0, atol=0)
+    assert_close(back, batch.advantages, rtol=0, atol=0)
+    assert [selected.input_ids.tolist() for selected in rows] == [
+        batch.input_ids[[2, 0]].tolist(),
+        batch.input_ids[1:].tolist(),
+    ]

@@ -313,3 +313,29 @@ def test_the_logits_of_a_micro_batch_are_gone_before_the_next(monkeypatch):
         loss_fn, params, (fnppo.pack_sequences(fnppo.select_rows(batch, [row])) for row in range(6))
     )
     assert held == [0] * 12  # a forward and a backward for each of six
+
+
+@pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, fnppo.shared])
+def test_the_default_device_is_not_used(layout):
+    """Everything is made where batch and parameters are. On `meta`, the default here, tensors have no values."""
+    params, loss_fn = loss_for("llama")
+    policy, _ = policy_of("llama")
+    batch = some_batch()
+
+    def results():
+        options = {"policy": policy, "temperature": 1.0, "max_tokens": 12, "layout": layout}
+        stats = fnppo.compute_logprobs(params, batch, **options)
+        nothing = fnppo.compute_logprobs(params, fnppo.select_rows(batch, []), **options, entropy=True)
+        update = fnppo.update_policy(
+            params, OPTIMIZER.init(params), batch, loss_fn=loss_fn, optimizer=OPTIMIZER, mini_batch_size=4,
+            max_tokens=12, layout=layout,
+        )  # fmt: skip
+        return stats, nothing, update
+
+    expected = results()
+    with torch.device("meta"):
+        found = results()
+    for a, b in zip(optree.tree_leaves(found[:2]), optree.tree_leaves(expected[:2]), strict=True):
+        assert torch.equal(a, b)
+    assert differences(found[2][0], expected[2][0]) == 0.0
+    assert found[2][2] == expected[2][2]
