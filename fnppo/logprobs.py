@@ -1,5 +1,8 @@
 """Log-probability and entropy of the targets of a batch under a policy, with gradients and without."""
 
+from functools import partial
+
+import optree
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -61,7 +64,6 @@ def forward_logprobs(
     )
 
 
-@torch.no_grad()
 def compute_logprobs(
     params: Params,
     batch: PaddedBatch,
@@ -101,20 +103,19 @@ def compute_logprobs(
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size, policy.max_positions)
     shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
-    rectangles: list[torch.Tensor] = []
-    for rows in layout.plan(batch, max_tokens):
-        micro_batch = layout.lay(select_rows(batch, rows))
-        stats = forward_logprobs(
-            params, micro_batch, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
-        )
-        back = micro_batch.targets._replace(
-            rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
-        )
-        columns = [column for column in stats if column is not None]
-        if not rectangles:
-            rectangles = [column.new_zeros(shape) for column in columns]
-        for rectangle, column in zip(rectangles, columns, strict=True):
-            rectangle += unpack_targets(column, back, shape=shape)
-    if not rectangles:
-        rectangles = [torch.zeros(shape, device=batch.input_ids.device) for _ in range(1 + entropy)]
-    return TokenStats(*rectangles)
+    total = None
+    with torch.no_grad():
+        for rows in layout.plan(batch, max_tokens):
+            micro_batch = layout.lay(select_rows(batch, rows))
+            stats = forward_logprobs(
+                params, micro_batch, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
+            )
+            back = micro_batch.targets._replace(
+                rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
+            )
+            part = optree.tree_map(partial(unpack_targets, targets=back, shape=shape), stats)
+            total = part if total is None else optree.tree_map(torch.add, total, part)
+    if total is None:
+        nothing = torch.zeros(shape, device=batch.input_ids.device)
+        return TokenStats(nothing, nothing.clone() if entropy else None)
+    return total

@@ -107,7 +107,7 @@ def group_token_mean(batch: PaddedBatch) -> PaddedBatch:
     if batch.groups is None:
         raise ValueError("group_token_mean needs batch.groups, the prompt group of each row. Give groups=... .")
     group = batch.groups.unique(return_inverse=True)[1]
-    tokens = mask.new_zeros(max(group.numel(), 1)).index_add(0, group, mask.sum(1))  # learned tokens of each group
+    tokens = mask.new_zeros(group.numel()).index_add(0, group, mask.sum(1))  # learned tokens of each group
     per_row = _at_least_one(tokens[group]) * _at_least_one((tokens > 0).sum())
     return batch._replace(loss_weights=mask / per_row[:, None])
 

@@ -42,6 +42,10 @@ def test_shared_plans(rows, cap):
             assert sum(any(row in group for row in own) for group in groups) == 1
 
 
+def test_a_prompt_that_leaves_room_for_one_token():
+    assert plan_shared_microbatches([3, 3, 2], {(1, 2): [0, 1, 2]}, max_tokens=3) == [[0, 2], [1]]
+
+
 def test_shared_plans_name_the_row_that_is_over():
     """E3."""
     with pytest.raises(ValueError, match="row 1 has 12 tokens, max_tokens is 8"):
@@ -58,7 +62,10 @@ def test_known_plans():
 
 def test_a_row_over_the_cap():
     """E3."""
-    with pytest.raises(ValueError, match=r"row 1 has 12 tokens, max_tokens is 8\. Raise max_tokens to at least 12"):
+    with pytest.raises(
+        ValueError,
+        match=r"^row 1 has 12 tokens, max_tokens is 8\. Raise max_tokens to at least 12, or shorten or drop the row\.$",
+    ):
         plan_microbatches([3, 12], max_tokens=8)
 
 
@@ -80,5 +87,6 @@ def test_minibatches():
     for epoch in (steps[:3], steps[3:]):
         assert sorted(row for step in epoch for row in step) == list(range(10))
     assert steps[:3] != steps[3:]
+    assert plan_minibatches(10, mini_batch_size=4) == plan_minibatches(10, mini_batch_size=4, num_epochs=1, seed=0)
     assert steps == plan_minibatches(10, mini_batch_size=4, num_epochs=2, seed=3)
     assert steps != plan_minibatches(10, mini_batch_size=4, num_epochs=2, seed=4)

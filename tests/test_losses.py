@@ -198,11 +198,14 @@ def test_on_policy_is_said_not_guessed():
 
 def test_what_is_missing_is_named():
     targets = targets_of([1.0])
-    for name in ("loss_weights", "advantages"):
-        with pytest.raises(ValueError, match=f"needs targets.{name}"):
-            ppo_loss(stats_of([0.0]), targets._replace(**{name: None}))
-    with pytest.raises(ValueError, match=r"needs targets.ref_logprobs: for the KL term"):
-        ppo_loss(stats_of([0.0]), targets, kl_coef=0.1)
+    for name, way_out in (
+        ("loss_weights", r"call token_mean\(batch\) or a sibling once per mini-batch"),
+        ("old_logprobs", r"or state that the batch is on-policy: on_policy\(targets, stats\)"),
+        ("advantages", "such as grpo_advantages gives"),
+        ("ref_logprobs", "for the KL term, from compute_logprobs with the reference; or set kl_coef=0"),
+    ):
+        with pytest.raises(ValueError, match=rf"^the loss needs targets\.{name}: {way_out}\.$"):
+            ppo_loss(stats_of([0.0]), targets._replace(**{name: None}), kl_coef=0.1)
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.1, but stats\.entropy is None"):
         ppo_loss(stats_of([0.0]), targets, entropy_coef=0.1)
     with pytest.raises(ValueError, match="dual_clip is 0.5"):

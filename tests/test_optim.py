@@ -46,6 +46,7 @@ def run(optimizer, params, gradients, **options):
             lambda: adamw(3e-2, b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.3),
             lambda p: torch.optim.AdamW(p, lr=3e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.3),
         ),
+        (lambda: adamw(1e-2, weight_decay=1.0), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=1.0)),
         (lambda: adamw(1e-2, weight_decay=0.0), lambda p: torch.optim.Adam(p, lr=1e-2)),
         (lambda: sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
         (lambda: sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
@@ -83,10 +84,27 @@ def test_schedules_and_clipping_against_torch():
     assert int(state[1].step) == 5
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_counts_its_steps_for_the_schedule(momentum):
+    optimizer = sgd(linear(1.0, 0.0, steps=4), momentum=momentum)
+    params, state = {"w": tensor(0.0)}, optimizer.init({"w": tensor(0.0)})
+    assert state.momentum == ({"w": tensor(0.0)} if momentum else ())
+    sizes = []
+    for _ in range(4):
+        updates, state = optimizer.update({"w": tensor(1.0)}, state, params)
+        sizes.append(updates["w"].item())
+    rates, buffers = [1.0, 0.75, 0.5, 0.25], [sum(momentum**i for i in range(n)) for n in (1, 2, 3, 4)]
+    assert sizes == pytest.approx([-rate * buffer for rate, buffer in zip(rates, buffers, strict=True)])
+    assert int(state.step) == 4
+    assert (state.momentum == ()) is (momentum == 0.0)
+
+
 OPTIMIZERS = {
     "adamw": lambda: adamw(constant(1e-2)),
     "sgd": lambda: sgd(0.1),
     "momentum": lambda: sgd(0.1, momentum=0.9),
+    "clip": lambda: clip_by_global_norm(0.5),
+    "chain": lambda: chain(clip_by_global_norm(0.5), sgd(0.1, momentum=0.9)),
     "all": lambda: skip_nonfinite(chain(clip_by_global_norm(0.5), adamw(1e-2))),
 }
 
@@ -120,6 +138,9 @@ def test_donation_reuses_the_memory(name):
     updates, state = optimizer.update(tree(1), state, params, donate=True)
     params = apply_updates(params, updates, donate=True)
     assert {leaf.data_ptr() for leaf in optree.tree_leaves((params, state)) if leaf.dim()} == places
+    grads, clip = tree(1), clip_by_global_norm(0.5)
+    clipped, _ = clip.update(grads, clip.init(params), params, donate=True)
+    assert [g.data_ptr() for g in optree.tree_leaves(clipped)] == [g.data_ptr() for g in optree.tree_leaves(grads)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -185,10 +206,20 @@ def test_global_norm():
     assert global_norm({"a": torch.full((100000,), 256.0, dtype=torch.float16)}).isfinite()  # in float32, not in half
 
 
+def test_a_norm_below_the_limit_is_left_as_it_is():
+    clip = clip_by_global_norm(1.0)
+    for norm, expected in ((0.0, 0.0), (0.1, 0.1), (0.6, 0.6), (0.9, 0.9), (3.0, 1.0)):
+        clipped, _ = clip.update({"w": tensor([norm, 0.0])}, clip.init({}), {})
+        assert clipped["w"].tolist() == pytest.approx([expected, 0.0])
+
+
 def test_gradients_of_another_structure_are_refused():
     params, optimizer = {"a": tensor(1.0), "b": tensor(2.0)}, adamw(0.1)
     with pytest.raises(ValueError, match="b"):
         optimizer.update({"a": tensor(1.0)}, optimizer.init(params), params)
+    for both, states in ((chain(optimizer, optimizer), 1), (chain(optimizer), 2)):
+        with pytest.raises(ValueError, match="zip"):
+            both.update(params, (optimizer.init(params),) * states, params)
 
 
 def test_updates_of_another_dtype():
@@ -202,7 +233,7 @@ def test_updates_of_another_dtype():
 
 
 def test_an_eps_that_is_zero_in_the_dtype_is_refused():
-    with pytest.raises(ValueError, match="eps = 1e-08 is 0 in torch.float16"):
+    with pytest.raises(ValueError, match=r"^eps = 1e-08 is 0 in torch\.float16, .* or raise eps\.$"):
         adamw(0.1).init({"w": torch.zeros(2, dtype=torch.float16)})
     adamw(0.1, eps=1e-4).init({"w": torch.zeros(2, dtype=torch.float16)})
 
@@ -210,5 +241,16 @@ def test_an_eps_that_is_zero_in_the_dtype_is_refused():
 def test_finite():
     from fnppo import all_finite
 
-    assert bool(all_finite({}))
+    assert torch.equal(all_finite({}), tensor(True))
     assert not bool(all_finite({"a": tensor(1.0), "b": tensor([1.0, float("inf")])}))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_default_device_is_not_used(name):
+    """State and updates are where the parameters are. On `meta`, the default here, tensors have no values."""
+    params, grads = tree(0), [tree(1), tree(2)]
+    expected = run(OPTIMIZERS[name](), params, grads)
+    with torch.device("meta"):
+        found = run(OPTIMIZERS[name](), params, grads)
+    for a, b in zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
+        assert_close(a, b, rtol=0, atol=0)

@@ -180,8 +180,12 @@ def test_padded_batch():
     assert batch.groups.tolist() == [3, 3]
     assert fnppo.lengths(batch) == [3, 3]
     assert fnppo.padded_batch([], []).input_ids.shape == (0, 0)
-    with pytest.raises(ValueError, match="responses has 1 rows, prompts has 2"):
-        fnppo.padded_batch([[1], [2]], [[3]])
+    assert fnppo.padded_batch([[1], [2]], [[3], [4, 5]]).input_ids[0, 2] == 0
+    for name, column in (
+        ("responses", [[3]]), ("old_logprobs", [[0.0]]), ("ref_logprobs", [[0.0]]), ("advantages", [1.0]), ("groups", [1]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} has 1 rows, prompts has 2"):
+            fnppo.padded_batch([[1], [2]], **({"responses": [[3], [4]]} | {name: column}))
     with pytest.raises(ValueError, match="row 1: 1 old_logprobs for 2 response tokens"):
         fnppo.padded_batch([[1], [2]], [[3], [4, 5]], old_logprobs=[[0.0], [0.0]])
 

@@ -126,28 +126,55 @@ def test_the_same_bits_twice_and_with_donation():
     results = []
     for donate in (False, False, True):
         fresh = {name: p.clone() for name, p in params.items()}
+        state = OPTIMIZER.init(fresh)
         results.append(
             fnppo.update_policy(
-                fresh, OPTIMIZER.init(fresh), some_batch(), loss_fn=loss_fn, optimizer=OPTIMIZER,
+                fresh, state, some_batch(), loss_fn=loss_fn, optimizer=OPTIMIZER,
                 mini_batch_size=4, max_tokens=20, num_epochs=2, seed=5, donate=donate,
             )
         )  # fmt: skip
-        assert (fresh["lm_head.weight"].data_ptr() == results[-1][0]["lm_head.weight"].data_ptr()) is donate
+        places = [{leaf.data_ptr() for leaf in optree.tree_leaves(tree)} for tree in ((fresh, state), results[-1][:2])]
+        steps = {state[1].step.data_ptr(), results[-1][1][1].step.data_ptr()}
+        assert (places[0] - steps == places[1] - steps) is donate
     for other in results[1:]:
         for a, b in zip(optree.tree_leaves(results[0][:2]), optree.tree_leaves(other[:2]), strict=True):
             assert torch.equal(a, b)
         assert other[2] == results[0][2]
 
 
+def test_the_seed_orders_the_rows():
+    params, loss_fn = loss_for("llama")
+    options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 2, "max_tokens": 20}
+    one, other = (
+        fnppo.update_policy(params, OPTIMIZER.init(params), some_batch(), seed=s, **options)[0] for s in (0, 1)
+    )
+    assert differences(one, other) > 1e-5
+
+
 def test_inputs_are_left_alone():
     params, loss_fn = loss_for("llama")
-    state, batch = OPTIMIZER.init(params), some_batch()
+    state, batch = OPTIMIZER.init(params), fnppo.token_mean(some_batch())
     before = optree.tree_map(torch.clone, (params, state, batch))
     random_state = torch.get_rng_state()
-    fnppo.update_policy(params, state, batch, loss_fn=loss_fn, optimizer=OPTIMIZER, mini_batch_size=4, max_tokens=20)
+    options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER}
+    once = fnppo.update_policy(params, state, batch, mini_batch_size=4, max_tokens=20, **options)
+    _, _, metrics = fnppo.train_step(params, state, [fnppo.pack_sequences(batch)], **options)
+    assert metrics.totals["steps"].dtype == metrics.totals["tokens"].dtype == torch.int64
     for a, b in zip(optree.tree_leaves((params, state, batch)), optree.tree_leaves(before), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(random_state, torch.get_rng_state())
+    same = fnppo.update_policy(
+        params,
+        state,
+        batch,
+        mini_batch_size=4,
+        max_tokens=20,
+        num_epochs=1,
+        seed=0,
+        weights=fnppo.token_mean,
+        **options,
+    )
+    assert differences(once[0], same[0]) == 0.0
 
 
 @pytest.mark.core
@@ -210,7 +237,7 @@ def test_bad_input_is_refused_before_anything_is_changed():
     common = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 4}
     with pytest.raises(ValueError, match="max_tokens is 3"):
         fnppo.update_policy(params, state, some_batch(), max_tokens=3, **common)
-    with pytest.raises(ValueError, match="the batch has no rows"):
+    with pytest.raises(ValueError, match=r"^the batch has no rows\.$"):
         fnppo.update_policy(params, state, fnppo.padded_batch([], []), max_tokens=3, **common)
     policy, _ = policy_of("llama")
     batch = some_batch()
@@ -278,6 +305,8 @@ def test_all_masked_batches_and_chunks():
         for c in (None, 1)
     )
     assert differences(one, many) < 1e-6
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        fnppo.compute_logprobs(params, batch, policy=policy, temperature=1.0, max_tokens=50, chunk_size=0)
 
 
 def test_float32_logprobs_do_not_depend_on_the_split():

@@ -85,9 +85,19 @@ def test_constant_norm_does_not_depend_on_the_width():
     """A7."""
     wide = [row + [NAN] * 4 for row in A1[0]], [row + [0] * 4 for row in A1[1]]
     assert total(MODES["constant_norm"], *wide)[0] == pytest.approx(8 / 3)
+    assert constant_norm(batch_of([[1]]), horizon=0.5).loss_weights.tolist() == [[0.0, 2.0]]
     for horizon in (0.0, -1.0, NAN):
         with pytest.raises(ValueError, match="horizon is"):
             constant_norm(batch_of([[1]]), horizon=horizon)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_rows(mode):
+    weights = MODES[mode](batch_of([[1, 1]], groups=tensor([0]))._replace(**{
+        "input_ids": torch.zeros(0, 3, dtype=torch.long), "attention_mask": torch.zeros(0, 3, dtype=torch.bool),
+        "loss_mask": torch.zeros(0, 3, dtype=torch.bool), "groups": torch.zeros(0, dtype=torch.long),
+    })).loss_weights  # fmt: skip
+    assert weights.shape == (0, 3)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,7 +136,10 @@ def test_mean_within_a_prompt_group():
     losses, mask = [[1.0, 1.0], [5.0, NAN], [1.0, NAN]], [[1, 1], [1, 0], [1, 0]]
     assert total(group_token_mean, losses, mask, groups=tensor([7, 2, 7]))[0] == pytest.approx(3.0)
     assert total(token_mean, losses, mask)[0] == pytest.approx(2.0)
-    with pytest.raises(ValueError, match=r"needs batch\.groups"):
+    with pytest.raises(
+        ValueError,
+        match=r"^group_token_mean needs batch\.groups, the prompt group of each row\. Give groups=\.\.\. \.$",
+    ):
         group_token_mean(batch_of(mask))
 
 
