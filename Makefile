@@ -7,8 +7,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 MODEL  ?= smollm2
+MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
-.PHONY: test demo check docs format nightly clean
+.PHONY: test demo check docs format nightly mutation mutation-sample clean
 
 test: $(VENV)/.dev check
 	$(BIN)/pytest -n auto
@@ -23,6 +24,18 @@ demo: $(VENV)/.demo
 
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -vv -n 2 -m core --durations=0 tests
+
+# Every mutant of the modules in pyproject.toml, and every survivor against tests/mutation_survivors.toml: an hour.
+mutation: $(VENV)/.mutation
+	rm -rf mutants
+	$(MUTMUT) run
+	$(BIN)/python tests/mutation_report.py --all
+
+# The seventh mutant of each function.
+mutation-sample: $(VENV)/.mutation
+	rm -rf mutants
+	$(MUTMUT) run '*__mutmut_7'
+	$(BIN)/python tests/mutation_report.py
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
@@ -40,6 +53,10 @@ $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	touch $@
 
+$(VENV)/.mutation: $(VENV)/.dev
+	$(PIP) -e '.[mutation]'
+	touch $@
+
 $(VENV)/.docs: $(VENV)/.python pyproject.toml constraints.txt
 	$(PIP) -e '.[docs]'
 	touch $@
@@ -51,4 +68,4 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) mutants .pytest_cache .hypothesis .mypy_cache .ruff_cache runs

@@ -9,12 +9,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from jaxtyping import install_import_hook
 
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 LIBRARY = Path(__file__).parent.parent / "fnppo"
-if "FNPPO_WITHOUT_CHECKER" not in os.environ:  # test_malformed.py meets the library as users do
+# A mutant must be caught by what it computes, and test_malformed.py meets the library as users do: without this check.
+if PROFILE != "mutation" and "FNPPO_WITHOUT_CHECKER" not in os.environ:
     install_import_hook([f"fnppo.{file.stem}" for file in LIBRARY.glob("[!_]*.py")], "typecheck.check")
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -23,4 +25,15 @@ settings.register_profile(
 settings.register_profile(
     "nightly", max_examples=10_000, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+# The first example that fails kills a mutant, and nobody reads it.
+settings.register_profile(
+    "mutation",
+    parent=settings.get_profile("default"),
+    max_examples=5,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
+settings.load_profile(PROFILE)
+
+if PROFILE == "mutation":
+    pytest_plugins = ["mutation"]
