@@ -160,7 +160,7 @@ def _each_its_own(grads: Iterable[Tensor | None]) -> list[Tensor]:
         storage = grad.untyped_storage()
         shared = storage.data_ptr() in seen or storage.nbytes() < grad.numel() * grad.element_size()
         seen.add(storage.data_ptr())
-        own.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
+        own.append(grad.clone() if shared else grad)
     return own
 
 

@@ -78,7 +78,7 @@ def ppo_loss(
     policy_loss = (weights * surrogate).sum()
     loss = policy_loss
     per_token = {f"{name}_fraction": clip for name, clip in clips.items()}
-    per_token["clamped_fraction"] = sum(clips.values(), torch.zeros_like(surrogate))
+    per_token["clamped_fraction"] = torch.stack(tuple(clips.values()))
     if with_entropy and stats.entropy is None:
         raise ValueError(
             f"entropy_coef is {entropy_coef}, but stats.entropy is None. Call forward_logprobs(entropy=True)."
@@ -107,8 +107,8 @@ def ppo_loss(
         per_step={"loss": loss.detach(), "policy_loss": policy_loss.detach()},
         per_token={name: value.detach().sum() for name, value in per_token.items()},
         totals={"tokens": torch.tensor(targets.rows.numel(), device=targets.rows.device), "rows": changes},
-        minima={"ratio_min": torch.cat([ratio, ratio.new_full((1,), math.inf)]).amin()},
-        maxima={"ratio_max": torch.cat([ratio, ratio.new_full((1,), -math.inf)]).amax()},
+        minima={"ratio_min": torch.cat([ratio, ratio.new_tensor([math.inf])]).amin()},
+        maxima={"ratio_max": torch.cat([ratio, ratio.new_tensor([-math.inf])]).amax()},
     )
 
 

@@ -376,12 +376,12 @@ def _targets(batch: PaddedBatch, kept: Int[Tensor, " kept"], *, location: Int[Te
     def pick(column: Tensor) -> Tensor:
         return column.flatten()[flat]
 
-    rows = flat // max(batch.input_ids.shape[1], 1)
+    rows = flat // batch.input_ids.shape[1]
     return Targets(
         token_ids=pick(batch.input_ids).long(),
         predictors=location[learned - 1],  # check_batch has seen to it that a target is never the first of its row
         rows=rows,
-        columns=flat % max(batch.input_ids.shape[1], 1),
+        columns=flat % batch.input_ids.shape[1],
         groups=None if batch.groups is None else batch.groups[rows],
         extra={name: pick(column) for name, column in batch.extra.items()},
         **{name: pick(getattr(batch, name)) for name in FLOAT_COLUMNS if getattr(batch, name) is not None},

@@ -111,6 +111,17 @@ def test_gradients_that_share_memory_are_not_added_twice():
     assert grads["a"].tolist() == grads["b"].tolist() == [111.0] * 3
 
 
+def test_gradients_of_their_own_are_not_copied():
+    seen = []
+
+    def loss_fn(params, x):
+        params["w"].register_hook(lambda grad: seen.append(grad.data_ptr()))
+        return (params["w"] * x).square().sum(), Metrics()
+
+    _, grads = value_and_grad(loss_fn)({"w": torch.ones(3)}, torch.ones(3))
+    assert grads["w"].data_ptr() == seen[0]
+
+
 def test_unused_parameters_and_constant_losses_have_zero_gradients():
     params = {"used": torch.ones(2), "unused": torch.ones(3)}
     for run in (lambda f: value_and_grad(f)(params, 1.0)[1], lambda f: accumulate_gradients(f, params, [1.0, 2.0])[1]):

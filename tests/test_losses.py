@@ -105,6 +105,10 @@ def test_a_valid_token_whose_ratio_overflows(logratio, advantage, loss, slope, d
     assert torch.autograd.grad(value, logprobs)[0].item() == slope
 
 
+def test_a_ratio_that_nothing_bounds_overflows():
+    assert value_and_slopes([1000.0], targets_of([-1.0]), dual_clip=None)[0] == math.inf
+
+
 def test_nan_at_a_valid_token_surfaces():
     """C12."""
     loss, metrics = ppo_loss(stats_of([math.nan]), targets_of([1.0]))

@@ -104,9 +104,33 @@ def test_nothing_at_all(layout, shape):
     inputs, targets = layout(
         PaddedBatch(torch.full(shape, -7), torch.zeros(shape, dtype=bool), torch.zeros(shape, dtype=bool))
     )
-    assert inputs.input_ids.numel() >= 1
-    assert inputs.input_ids.min() >= 0
+    assert inputs.input_ids.numel() == max(shape[0] * shape[1] * (layout is pad_sequences), 1)
+    assert not inputs.input_ids.any()
     assert targets.token_ids.shape == targets.predictors.shape == (0,)
+
+
+def test_filler_where_little_or_nothing_is():
+    nothing, one = batch_of([[0, 0]]), batch_of([[1]])
+    assert pack_sequences(nothing, pad_to=3).inputs.position_ids.tolist() == [0, 0, 0]
+    assert pack_sequences(nothing, pad_to=3).inputs.cu_seqlens.tolist() == [0, 0, 1, 2, 3]
+    assert pack_sequences(one, pad_to=1).inputs.cu_seqlens.tolist() == [0, 1]
+    for pad_to in (0, -1):
+        with pytest.raises(ValueError, match=f"the batch has 0 tokens, pad_to is {pad_to}"):
+            pack_sequences(nothing, pad_to=pad_to)
+    shared = pack_sequences(fnppo.padded_batch([[7], [7]], [[6], [9]]), share_prefixes=True, pad_to=5)
+    assert shared.inputs.parents.tolist() == [-1, 0, 0, -1, -1]
+
+
+def test_dtypes():
+    """Ids keep theirs, indices are int64, boundaries int32."""
+    batch = fnppo.padded_batch([[5], [7, 8]], [[6], [9]])
+    batch = batch._replace(input_ids=batch.input_ids.int())
+    for inputs, targets in (pack_sequences(batch, pad_to=9), pad_sequences(batch)):
+        assert inputs.input_ids.dtype == torch.int32
+        assert inputs.position_ids.dtype == targets.token_ids.dtype == targets.predictors.dtype == torch.int64
+        assert targets.rows.dtype == targets.columns.dtype == torch.int64
+    assert pack_sequences(batch).inputs.cu_seqlens.dtype == torch.int32
+    assert pad_sequences(batch).inputs.input_ids.tolist() == [[0, 5, 6], [7, 8, 9]]
 
 
 def test_prompt_is_read_and_not_learned():
