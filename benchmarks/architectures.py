@@ -4,10 +4,11 @@
     python benchmarks/architectures.py --only llama bloom    prints these lines
 
 Each architecture is a tiny random model in float64. Every layout gives log-probs and entropies of all learned tokens and
-the gradients of all parameters, which are compared with the model's own, run one row at a time with eager attention.
+the gradients of all parameters, which are compared with the model's own, one row at a time, as `fnppo verify` does.
 """
 
 import argparse
+import contextlib
 import math
 import multiprocessing
 import multiprocessing.pool
@@ -20,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from rich.progress import track
-from torch import Tensor
-from torch.func import functional_call
 
 import fnppo
 from fnppo.testing import causal_lms, float64_everywhere, tiny_causal_lm
+from fnppo.verify.measure import by_the_library, by_the_model, grads_apart, nats_apart
 
 PAGE = Path(__file__).parent.parent / "docs/pages/architectures.md"
 VOCAB = 13
@@ -34,7 +34,7 @@ LAYOUTS = {
     "shared": partial(fnppo.pack_sequences, share_prefixes=True),
 }
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Largest difference, in units of the largest number where that is above 1. float32 where a model cannot do float64."""
+"""Largest difference: of log-probs and entropies in nats, of gradients relative. float32 where a model cannot do float64."""
 
 
 class Result(NamedTuple):
@@ -59,64 +59,32 @@ def batch() -> fnppo.PaddedBatch:
     rows = fnppo.padded_batch([p[0], p[0], p[1], p[2], p[3], p[2]], responses)
     mask = rows.loss_mask.clone()
     mask[0, -8] = False  # a tool's answer in the middle of a response
-    return rows._replace(loss_mask=mask)
-
-
-def own_numbers(module: Any, params: dict[str, Tensor], rows: fnppo.PaddedBatch) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of the targets in row-major order, by the model itself, one row at a time."""
-    stats = []
-    for ids, exists, learned in zip(rows.input_ids, rows.attention_mask, rows.loss_mask, strict=True):
-        if not learned.any():
-            continue
-        logits = functional_call(module, params, kwargs={"input_ids": ids[exists][None], "use_cache": False}).logits[0]
-        logp = logits.log_softmax(-1)[:-1][learned[exists][1:]]
-        tokens = ids[learned]
-        stats.append(torch.stack([logp.gather(-1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)]))
-    logprobs, entropies = torch.cat(stats, dim=1)
-    return logprobs, entropies
+    weights = torch.randn(mask.shape, generator=generator)
+    return rows._replace(loss_mask=mask, loss_weights=weights / mask.sum())
 
 
 def compare(module: Any) -> tuple[dict[str, float], str]:
     """(largest difference by layout, reason of refusal) for a module in evaluation mode."""
-    rows = batch()
     try:
         policy, params = fnppo.functional_policy(module)
     except ValueError as error:
         return {}, str(error)
-    params = {name: value.requires_grad_() for name, value in params.items()}
-    generator = torch.Generator().manual_seed(1)
-
-    def numbers(stats: tuple[Tensor, Tensor]) -> list[Tensor]:
-        generator.manual_seed(1)
-        weights = torch.randn(2, stats[0].numel(), generator=generator, dtype=torch.float64).to(stats[0].dtype)
-        loss = (weights * torch.stack(list(stats))).sum()
-        return [*stats, *torch.autograd.grad(loss, list(params.values()), materialize_grads=True)]
-
-    expected = numbers(own_numbers(module, params, rows))
-    errors, reason = {}, ""
+    rows = batch()
+    expected = by_the_model(policy.with_own_attention(), params, rows)
+    errors, reason = {}, policy.padded_only or ""
     for name, layout in LAYOUTS.items():
-        try:
-            stats = fnppo.forward_logprobs(params, layout(rows), policy=policy, temperature=1.0)
-        except ValueError as error:
-            reason = reason or policy.padded_only or str(error)
+        if policy.padded_only and name != "padded":
             continue
-        errors[name] = max(map(difference, numbers((stats.logprobs, stats.entropy)), expected))
+        found = by_the_library(policy, params, [layout(rows)])
+        errors[name] = max(nats_apart(found, expected), grads_apart(found.grads, expected.grads))
     return errors, reason
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference, in units of the largest number where that is above 1; NaN is infinite."""
-    if b.numel() == 0:
-        return 0.0
-    apart = float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
-    return math.inf if math.isnan(apart) else apart
 
 
 def examine(architecture: str) -> Result:
     """The line of one architecture."""
     for dtype in LIMITS:
         try:
-            with float64_everywhere() if dtype == torch.float64 else torch.enable_grad():
+            with float64_everywhere() if dtype == torch.float64 else contextlib.nullcontext():
                 module = tiny_causal_lm(architecture, vocab_size=VOCAB).to(dtype)
                 errors, refused = compare(module)
             return Result(architecture, errors, refused, mechanisms(module), dtype)
@@ -215,8 +183,8 @@ parameters in each layout, against the model's own eager attention, one row at a
 **{len(results)} architectures: {count["packed"]} exact packed, {count["padded"]} exact padded, {count["shared"]} exact with shared prefixes; {nothing} refused in every
 layout, {wrong} wrong.**
 
-*exact*: the largest difference is at most 1e-9 of the largest number (1e-3 where a model runs in float32 only). Its order
-is in the column *error*, where 1e-12 stands for that or less. *–*: refused, with the reason in the last column.
+*exact*: the largest difference, in nats or of a parameter's largest gradient, is at most 1e-9 (1e-3 where a model runs in
+float32 only). Its order is in the column *error*, where 1e-12 stands for that or less. *–*: refused, with the reason in the last column.
 
 | architecture | packed | padded | shared | error | mechanisms | why refused |
 |--|--|--|--|--|--|--|

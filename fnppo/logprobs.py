@@ -1,6 +1,7 @@
 """Log-probability and entropy of the targets of a batch under a policy, with gradients and without."""
 
 from functools import partial
+from typing import Any
 
 import optree
 import torch
@@ -103,7 +104,7 @@ def compute_logprobs(
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size, policy.max_positions)
     shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
-    total = None
+    total: Any = None
     with torch.no_grad():
         for rows in layout.plan(batch, max_tokens):
             micro_batch = layout.lay(select_rows(batch, rows))
@@ -113,9 +114,10 @@ def compute_logprobs(
             back = micro_batch.targets._replace(
                 rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
             )
-            part = optree.tree_map(partial(unpack_targets, targets=back, shape=shape), stats)
+            here: Any = stats
+            part = optree.tree_map(partial(unpack_targets, targets=back, shape=shape), here)
             total = part if total is None else optree.tree_map(torch.add, total, part)
     if total is None:
         nothing = torch.zeros(shape, device=batch.input_ids.device)
         return TokenStats(nothing, nothing.clone() if entropy else None)
-    return total
+    return TokenStats(*total)

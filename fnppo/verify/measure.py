@@ -65,7 +65,7 @@ def probe_batch(vocab_size: int, *, length: int, device: torch.device, seed: int
 
 
 def by_the_model(module: nn.Module, params: Params, batch: PaddedBatch) -> Measured:
-    """The model's own forward on each row alone, and autograd through all logits."""
+    """The model's own forward on each row that learns, alone, and autograd through all logits."""
 
     def loss_fn(params: Params, row: PaddedBatch) -> tuple[Tensor, TokenStats]:
         ids, learned = row.input_ids[row.attention_mask], row.loss_mask[row.attention_mask]
@@ -76,7 +76,8 @@ def by_the_model(module: nn.Module, params: Params, batch: PaddedBatch) -> Measu
         return _loss(row.loss_weights[row.loss_mask], chosen, entropy), TokenStats(chosen, entropy)  # type: ignore[index]
 
     with in_float64(params):
-        return _add_up(loss_fn, params, [select_rows(batch, [row]) for row in range(batch.input_ids.shape[0])])
+        learned = batch.loss_mask.any(1).nonzero()[:, 0].tolist()
+        return _add_up(loss_fn, params, [select_rows(batch, [row]) for row in learned])
 
 
 def by_the_library(
