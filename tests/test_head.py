@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnppo
+from fnppo import head
 from fnppo.head import chunked_logprobs, logits_to_stats
 
 F64 = torch.float64
@@ -251,8 +252,10 @@ def test_works_on_a_view_from_a_custom_function():
     assert logits.grad.isfinite().all()
 
 
-def test_entropy_is_skipped_unless_asked():
-    """D6: no entropy, the same log-probs and gradients, and less work."""
+def test_entropy_is_skipped_unless_asked(monkeypatch):
+    """D6: no entropy is computed, and log-probs and gradients are the same."""
+    calls, original = [], head._negative_entropy
+    monkeypatch.setattr(head, "_negative_entropy", lambda *args: calls.append(1) or original(*args))
     hidden, weight, _, ids, _ = head_inputs()
     counts, grads = [], []
     for entropy in (True, False):
@@ -261,6 +264,8 @@ def test_entropy_is_skipped_unless_asked():
             stats = chunked_logprobs(hidden, ids, weight=w, entropy=entropy)
             grads.append(torch.autograd.grad(stats.logprobs.sum(), w))
         counts.append(sum(operations.counts.values()))
+        assert bool(calls) is entropy
+        calls.clear()
         assert (stats.entropy is None) is not entropy
     assert_close(*grads, rtol=1e-12, atol=1e-12)
     assert counts[1] < counts[0]
