@@ -211,7 +211,7 @@ def test_temperature_must_be_above_zero(temperature):
 
 def test_temperature_is_required():
     """J4."""
-    with pytest.raises(TypeError, match="temperature"):
+    with pytest.raises(TypeError, match="missing .*argument.*temperature"):
         fnppo.forward_logprobs({}, None, policy=None)
 
 
