@@ -9,6 +9,7 @@ The files, in the order in which data flows through them: `types`, `checks`, `pa
 from fnppo.advantages import gae_advantages, grpo_advantages
 from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
 from fnppo.batching import plan_microbatches, plan_minibatches, plan_shared_microbatches
+from fnppo.functional import functional_policy
 from fnppo.gradients import accumulate_gradients, value_and_grad
 from fnppo.head import LinearHead, chunked_logprobs, logits_to_stats
 from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through
@@ -36,7 +37,7 @@ from fnppo.packing import (
     select_rows,
     unpack_targets,
 )
-from fnppo.policy import Policy, functional_policy
+from fnppo.policy import Policy
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
 from fnppo.train import describe_update, train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats

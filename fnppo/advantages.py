@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fnppo.checks import Fault, check_device, check_number, check_tensor, check_whole, not_a_mask, not_finite, refuse
+from fnppo.arguments import check_device, check_number, check_tensor, check_whole
+from fnppo.faults import Fault, not_a_mask, not_finite, refuse
 
 
 def grpo_advantages(

@@ -76,7 +76,7 @@ def segments_of(inputs: PackedInputs | PaddedInputs) -> Segments:
         lines.append([*(lines[parent] if parent >= 0 else []), segment])
     gather = [place for line in lines for segment in line for place in range(bounds[segment], bounds[segment + 1])]
     keys = tuple(sum(lengths[segment] for segment in line) for line in lines)
-    ancestors = torch.zeros(len(lines), len(lines), dtype=torch.bool)
+    ancestors = torch.zeros(len(lines), len(lines), dtype=torch.bool, device="cpu")
     for segment, line in enumerate(lines):
         ancestors[segment, line] = True
     packed = PackedSegments(lengths, keys, torch.tensor(gather, dtype=torch.long, device=device))

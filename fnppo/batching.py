@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fnppo.checks import check_count, check_type
+from fnppo.arguments import check_count, check_type
 from fnppo.seeding import check_seed
 
 

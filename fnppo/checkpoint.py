@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 
-from fnppo.checks import check_count, check_tensor
+from fnppo.arguments import check_count, check_tensor
 from fnppo.policy import Policy
 from fnppo.types import Params, PyTree
 

@@ -1,18 +1,15 @@
-"""Every way in which data can be malformed, each answered by a `ValueError` that names the place and the way out.
+"""Every way in which a batch can be malformed, each answered by a `ValueError` that names the place and the way out.
 
-The checks run wherever data enters the library. Shapes, dtypes and devices are always looked at. Values are looked at
-outside of torch.func transforms, where they are known, with one question to the device for all that can be wrong.
+Shapes, dtypes and devices are always looked at. Values are looked at outside of torch.func transforms, where they are
+known, with one question to the device for all that can be wrong.
 """
 
 import math
-import operator
-from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
-from fnppo.transforms import inside_transform
+from fnppo.arguments import check_device, check_floating, check_ids, check_tensor, check_type, check_whole
+from fnppo.faults import Fault, not_a_mask, not_finite, outside_vocabulary, refuse
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
 
 FLOAT_COLUMNS = ("old_logprobs", "advantages", "ref_logprobs", "loss_weights")
@@ -234,147 +231,3 @@ def check_inputs(inputs: PackedInputs | PaddedInputs, *, vocab_size: int, max_po
             )
         )
     refuse(*faults)
-
-
-def check_count(name: str, value: Any, *, least: int, remedy: str) -> int:
-    """`value` as an int, or a `ValueError`: NaN, fractions, strings and numbers below `least` are none.
-
-    >>> check_count("max_tokens", 0.5, least=1, remedy="Raise it.")
-    Traceback (most recent call last):
-        ...
-    ValueError: max_tokens is 0.5; it must be a whole number of at least 1. Raise it.
-    """
-    try:
-        count = operator.index(value)
-    except (TypeError, RuntimeError):
-        count = least - 1
-    if count < least:
-        raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}. {remedy}")
-    return count
-
-
-def check_number(
-    name: str,
-    value: Any,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
-    infinite: bool = False,
-    remedy: str,
-) -> None:
-    """Raise a `ValueError` if a hyper-parameter is no number, NaN or out of range. Inside a transform it is unknown.
-
-    >>> check_number("horizon", float("nan"), above=0, remedy="Use the largest number of response tokens.")
-    Traceback (most recent call last):
-        ...
-    ValueError: horizon is nan; it must be a finite number above 0. Use the largest number of response tokens.
-    """
-    if isinstance(value, Tensor) and inside_transform():
-        return
-    try:
-        number = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
-        good = (number >= least) & (number <= most) & (number.isfinite() | (infinite & number.isinf()))
-        good = good & ((number > above) | (above == -math.inf)) & ((number < below) | (below == math.inf))
-        if number.numel() and bool(good.all()):
-            return
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    low = f" above {above}" if above > -math.inf else f" of at least {least}" if least > -math.inf else ""
-    high = f" below {below}" if below < math.inf else f" of at most {most}" if most < math.inf else ""
-    kind = "a number" if infinite else "a finite number"
-    raise ValueError(f"{name} is {value}; it must be {kind}{' and'.join(filter(None, (low, high)))}. {remedy}")
-
-
-def check_type(name: str, value: Any, wanted: type, remedy: str) -> None:
-    """Raise a `ValueError` if `value` is of another type."""
-    if not isinstance(value, wanted):
-        raise ValueError(f"{name} is a {type(value).__name__}; a {wanted.__name__} is needed. {remedy}")
-
-
-def check_floating(name: str, value: Any) -> None:
-    """Raise a `ValueError` if `value` is no tensor of floating point."""
-    check_tensor(name, value)
-    if not value.is_floating_point():
-        raise ValueError(f"{name} has dtype {value.dtype}; it needs floating point. Call .float() on it.")
-
-
-def check_tensor(name: str, value: Any) -> None:
-    """Raise a `ValueError` if `value` is no tensor."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed. Use torch.as_tensor.")
-    if value.layout != torch.strided:
-        raise ValueError(f"{name} has layout {value.layout}; a dense tensor is needed. Call .to_dense() on it.")
-
-
-def check_ids(name: str, ids: Tensor) -> None:
-    """Raise a `ValueError` unless `ids` is int32 or int64, which are what models can look up."""
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} has dtype {ids.dtype}; token ids are integers: int32 or int64. Call .long() on it.")
-
-
-def check_whole(name: str, numbers: Tensor) -> None:
-    """Raise a `ValueError` unless `numbers` has an integer dtype."""
-    if numbers.is_floating_point() or numbers.is_complex():
-        raise ValueError(f"{name} has dtype {numbers.dtype}; it needs integers. Number them, and call .long() on it.")
-
-
-def check_device(name: str, column: Tensor, of: str, other: Tensor) -> None:
-    """Raise a `ValueError` if two tensors are on different devices."""
-    if column.device != other.device:
-        raise ValueError(f"{name} is on {column.device}, {of} on {other.device}. Move one of them.")
-
-
-class Fault(NamedTuple):
-    """Where something is wrong, and what to say about the first such place; "{value}" is its number in `values`."""
-
-    bad: Bool[Tensor, "..."]
-    message: str
-    values: Tensor | None = None
-    label: str | None = None
-    """What the entries of a flat tensor are; rows where it is None."""
-
-
-def not_a_mask(name: str, mask: Tensor) -> Fault:
-    """Anything but True/False and 0/1."""
-    return Fault(
-        (mask != 0) & (mask != 1),
-        f"{name} is {{value}}; a mask holds True/False or 0/1. Sequence numbers of packed data are not a mask: give "
-        "each sequence a row of its own.",
-        mask,
-    )
-
-
-def not_finite(name: str, column: Tensor, learned: Bool[Tensor, "batch seq"]) -> Fault:
-    """NaN or infinity at a learned token."""
-    return Fault(
-        learned & ~column.isfinite(),
-        name + " is {value} at a learned token. Clear loss_mask there, or mend the value.",
-        column,
-    )
-
-
-def outside_vocabulary(name: str, ids: Tensor, vocab_size: int, label: str | None) -> Fault:
-    """Ids that a model has no entry for."""
-    return Fault(
-        (ids < 0) | (ids >= vocab_size),
-        f"{name} holds {{value}}, but the model's vocabulary has {vocab_size} entries. Check that tokenizer and model "
-        "belong together.",
-        ids,
-        label,
-    )
-
-
-def refuse(*faults: Fault) -> None:
-    """Raise the first fault there is. One question to the device for all; none inside a transform."""
-    if inside_transform() or not faults:
-        return
-    found = torch.stack([fault.bad.any() for fault in faults]).tolist()
-    for is_bad, (bad, message, values, label) in zip(found, faults, strict=True):
-        if is_bad:
-            place = bad.nonzero()[0].tolist()
-            names = ("row", "column") if label is None else (label,)
-            where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))
-            value = "" if values is None else values[tuple(place)].item()
-            raise ValueError(f"{where}: {message.format(value=value)}")

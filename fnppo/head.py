@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnppo.checks import Fault, check_count, check_device, check_floating, check_ids, check_number, check_tensor, refuse
+from fnppo.arguments import check_count, check_device, check_floating, check_ids, check_number, check_tensor
+from fnppo.faults import Fault, refuse
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import TokenStats
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.checks import check_tensor
+from fnppo.arguments import check_tensor
 
 KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.checks import check_batch, check_model_batch, check_type, check_vocabulary
+from fnppo.arguments import check_type
+from fnppo.checks import check_batch, check_model_batch, check_vocabulary
 from fnppo.head import chunked_logprobs
 from fnppo.layouts import Layout, packed
 from fnppo.packing import select_rows, unpack_targets

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.checks import check_number, check_targets, check_tensor, check_type
+from fnppo.arguments import check_number, check_tensor, check_type
+from fnppo.checks import check_targets
 from fnppo.kl import KLEstimator, kl_k3
 from fnppo.metrics import Metrics
 from fnppo.types import Targets, TokenStats

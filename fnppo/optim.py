@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fnppo.checks import check_floating, check_number, check_type
+from fnppo.arguments import check_floating, check_number, check_type
 from fnppo.foreach import foreach
 from fnppo.schedules import Schedule
 from fnppo.transforms import inside_transform

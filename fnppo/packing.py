@@ -20,17 +20,9 @@ from einops import rearrange
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fnppo.checks import (
-    FLOAT_COLUMNS,
-    Fault,
-    check_batch,
-    check_columns,
-    check_count,
-    check_targets,
-    check_tensor,
-    not_a_mask,
-    refuse,
-)
+from fnppo.arguments import check_count, check_tensor
+from fnppo.checks import FLOAT_COLUMNS, check_batch, check_columns, check_targets
+from fnppo.faults import Fault, not_a_mask, refuse
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fnppo.checks import check_count, check_number, check_type
+from fnppo.arguments import check_count, check_number, check_type
 from fnppo.policy import Policy
 from fnppo.seeding import seeded
 from fnppo.types import PaddedBatch, Params

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fnppo.checks import check_count, check_number
+from fnppo.arguments import check_count, check_number
 
 Schedule: TypeAlias = Callable[[Int[Tensor, ""]], Float[Tensor, ""]]
 
@@ -64,11 +64,11 @@ def warmup_stable_decay(peak: float, *, warmup: int, stable: int, decay: int, fi
 
 
 def _warmup(step: Int[Tensor, ""], warmup: int) -> Float[Tensor, ""]:
-    return (torch.as_tensor(step + 1).double() / max(warmup, 1)).clamp(max=1.0)
+    return (_count(step + 1) / max(warmup, 1)).clamp(max=1.0)
 
 
 def _progress(step: Int[Tensor, ""], start: int, steps: int) -> Float[Tensor, ""]:
-    return (torch.as_tensor(step - start).double() / steps).clamp(0.0, 1.0)
+    return (_count(step - start) / steps).clamp(0.0, 1.0)
 
 
 def _check(rates: dict[str, float], counts: dict[str, int], **lengths: int) -> None:
@@ -78,3 +78,8 @@ def _check(rates: dict[str, float], counts: dict[str, int], **lengths: int) -> N
         check_count(name, count, least=0, remedy="It counts steps; 0 is none.")
     for name, length in lengths.items():
         check_count(name, length, least=1, remedy="A schedule needs at least 1 step.")
+
+
+def _count(steps: int | Tensor) -> Float[Tensor, ""]:
+    """In float64, on the device that it is on."""
+    return torch.as_tensor(steps, dtype=torch.float64, device=getattr(steps, "device", "cpu"))

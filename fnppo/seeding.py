@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fnppo.checks import check_count
+from fnppo.arguments import check_count
 
 
 @contextlib.contextmanager

@@ -5,8 +5,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fnppo.arguments import check_type
 from fnppo.batching import plan_minibatches
-from fnppo.checks import check_batch, check_type
+from fnppo.checks import check_batch
 from fnppo.gradients import LossFn, accumulate_gradients
 from fnppo.layouts import Layout, packed
 from fnppo.metrics import Metrics, merge_metrics, summarize

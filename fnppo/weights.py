@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fnppo.checks import check_batch, check_number
+from fnppo.arguments import check_number
+from fnppo.checks import check_batch
 from fnppo.types import PaddedBatch
 
 

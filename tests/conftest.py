@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from jaxtyping import install_import_hook
 
+collect_ignore = ["mutation.py", "mutation_report.py"]  # of a tool that only `make mutation` installs
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 LIBRARY = Path(__file__).parent.parent / "fnppo"
 # A mutant must be caught by what it computes, and test_malformed.py meets the library as users do: without this check.

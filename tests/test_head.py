@@ -254,8 +254,8 @@ def test_works_on_a_view_from_a_custom_function():
 
 def test_entropy_is_skipped_unless_asked(monkeypatch):
     """D6: no entropy is computed, and log-probs and gradients are the same."""
-    calls, original = [], head._negative_entropy
-    monkeypatch.setattr(head, "_negative_entropy", lambda *args: calls.append(1) or original(*args))
+    calls, original = [], head._finite
+    monkeypatch.setattr(head, "_finite", lambda *args: calls.append(1) or original(*args))
     hidden, weight, _, ids, _ = head_inputs()
     counts, grads = [], []
     for entropy in (True, False):
@@ -347,15 +347,23 @@ def test_half_precision_gradients_are_accumulated_in_float32():
 
 
 def test_float32_over_a_large_vocabulary():
-    """Entropy and its gradient stay within a few roundings of float64, where a dot product would lose 3e-4."""
+    """As near to float64 as plain torch is, up to a few roundings, where a dot product would lose 3e-4 of the entropy."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator) for n in (8, 50_000))
     ids = torch.randint(50_000, (8,), generator=generator)
 
-    def numbers(dtype):
-        h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
-        stats = chunked_logprobs(h, ids, weight=w, temperature=1.0)
-        return [*stats, *torch.autograd.grad(stats.logprobs.sum() + stats.entropy.sum(), (h, w))]
+    def plain(hidden, weight):
+        logp = (hidden @ weight.T).log_softmax(-1)
+        return logp.gather(-1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
-    for narrow, wide in zip(numbers(torch.float32), numbers(torch.float64), strict=True):
-        assert (narrow - wide).abs().max() <= 5e-6 * wide.abs().max().clamp(min=1)
+    def ours(hidden, weight):
+        return tuple(chunked_logprobs(hidden, ids, weight=weight, temperature=1.0))
+
+    def numbers(fn, dtype):
+        h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+        logprobs, entropy = fn(h, w)
+        return [x.detach() for x in (logprobs, entropy, *torch.autograd.grad(logprobs.sum() + entropy.sum(), (h, w)))]
+
+    exact = numbers(plain, torch.float64)
+    for a, b, wide in zip(numbers(ours, torch.float32), numbers(plain, torch.float32), exact, strict=True):
+        assert (a - wide).abs().max() <= 4 * (b - wide).abs().max()

@@ -80,7 +80,7 @@ def test_k3_is_accurate_near_zero():
 def test_estimators_for_any_distance(d):
     """C13-C15: the formulas and their derivatives, without a cap; k3 is never negative."""
     k3, slope = math.exp(-d) - 1 + d, 1 - math.exp(-d)
-    assert value_and_slope(kl_k1, d) == (d, 1.0)
+    assert value_and_slope(kl_k1, d) == pytest.approx((d, 1.0), rel=1e-12)
     assert value_and_slope(kl_k2, d) == pytest.approx((d * d / 2, d), rel=1e-12)
     assert value_and_slope(kl_k3, d) == pytest.approx((k3, slope), rel=1e-9, abs=1e-12)
     assert value_and_slope(straight_through(kl_k3), d) == pytest.approx((k3, d), rel=1e-9, abs=1e-12)

@@ -104,7 +104,9 @@ def test_nothing_at_all(layout, shape):
     inputs, targets = layout(
         PaddedBatch(torch.full(shape, -7), torch.zeros(shape, dtype=bool), torch.zeros(shape, dtype=bool))
     )
-    assert inputs.input_ids.numel() == max(shape[0] * shape[1] * (layout is pad_sequences), 1)
+    assert inputs.input_ids.numel() == max(
+        shape[0] * (layout is pad_sequences), 1
+    )  # the width is that of the longest row
     assert not inputs.input_ids.any()
     assert targets.token_ids.shape == targets.predictors.shape == (0,)
 
@@ -115,7 +117,7 @@ def test_filler_where_little_or_nothing_is():
     assert pack_sequences(nothing, pad_to=3).inputs.cu_seqlens.tolist() == [0, 0, 1, 2, 3]
     assert pack_sequences(one, pad_to=1).inputs.cu_seqlens.tolist() == [0, 1]
     for pad_to in (0, -1):
-        with pytest.raises(ValueError, match=f"the batch has 0 tokens, pad_to is {pad_to}"):
+        with pytest.raises(ValueError, match=f"pad_to is {pad_to}; it must be a whole number of at least 1"):
             pack_sequences(nothing, pad_to=pad_to)
     shared = pack_sequences(fnppo.padded_batch([[7], [7]], [[6], [9]]), share_prefixes=True, pad_to=5)
     assert shared.inputs.parents.tolist() == [-1, 0, 0, -1, -1]
@@ -130,7 +132,7 @@ def test_dtypes():
         assert inputs.position_ids.dtype == targets.token_ids.dtype == targets.predictors.dtype == torch.int64
         assert targets.rows.dtype == targets.columns.dtype == torch.int64
     assert pack_sequences(batch).inputs.cu_seqlens.dtype == torch.int32
-    assert pad_sequences(batch).inputs.input_ids.tolist() == [[0, 5, 6], [7, 8, 9]]
+    assert pad_sequences(batch).inputs.input_ids.tolist() == [[5, 6, 0], [7, 8, 9]]
 
 
 def test_prompt_is_read_and_not_learned():

@@ -237,7 +237,7 @@ def test_bad_input_is_refused_before_anything_is_changed():
     common = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 4}
     with pytest.raises(ValueError, match="max_tokens is 3"):
         fnppo.update_policy(params, state, some_batch(), max_tokens=3, **common)
-    with pytest.raises(ValueError, match=r"^the batch has no rows\.$"):
+    with pytest.raises(ValueError, match=r"^the batch has no rows, and an update needs at least 1\. Skip it\.$"):
         fnppo.update_policy(params, state, fnppo.padded_batch([], []), max_tokens=3, **common)
     policy, _ = policy_of("llama")
     batch = some_batch()

@@ -77,7 +77,7 @@ def _if_positions_ran_on(subject: Subject) -> str:
         change = apart(
             logprobs_by_the_library(subject.policy, subject.params, batch), _logprobs(subject, subject.batch)
         )
-    except (IndexError, RuntimeError):
+    except (IndexError, RuntimeError, ValueError):
         return "a missing restart would leave the model's table of positions"
     if change <= subject.nats:
         return "positions are relative: a missing restart would not show"

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fnppo.policy import Policy, functional_policy
+from fnppo.functional import functional_policy
+from fnppo.policy import Policy
 from fnppo.types import Params
 from fnppo.verify import checks
 from fnppo.verify.checks import LAYOUTS

@@ -1,0 +1,167 @@
+"""From an nn.Module to pure functions of its parameters.
+
+`functional_policy(module)` returns a `Policy`, which holds the architecture and no weights, and the parameters as a
+plain dict. The module that the caller holds is not touched.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnppo import attention_interface
+from fnppo.attention import Attention, choose_attention
+from fnppo.policy import Head, Policy
+from fnppo.remat import rematerialize
+from fnppo.self_checks import check_against, is_random
+from fnppo.types import Params
+
+
+def functional_policy(
+    module: Any,
+    *,
+    attention: Attention = choose_attention,
+    remat: bool = False,
+    train: bool = False,
+    dropout_seed: int | None = None,
+) -> tuple[Policy, Params]:
+    """A causal LM from transformers as a pure policy and its parameters.
+
+    A model whose attention goes through transformers' attention interface, and that mixes tokens nowhere else, reads
+    packed batches. Any other causal model (a recurrent state, an attention of its own) reads padded ones, with the
+    attention it came with: `Policy.padded_only` says why. Which it is, is found by running a few tokens.
+
+    Args:
+        module: any causal LM from transformers.
+        attention: a backend from `fnppo.attention`; the default chooses by device, dtype and what the model asks.
+        remat: recompute each layer in the backward (gradient checkpointing), so that memory grows with one layer's
+            activations and not with all of them. The numbers stay the same.
+        train: run the module in training mode. False turns dropout off.
+        dropout_seed: where training mode has dropout, the seed from which each forward draws it. The same seed and the
+            same batch give the same masks; pass another seed each step (`policy.with_dropout_seed`). Masks depend on
+            the layout and on the split into micro-batches, so with dropout these do change the numbers.
+
+    Returns:
+        The policy, and its parameters, which share memory with the module's. Tied weights are in it once.
+
+    Raises:
+        ValueError: the model is no causal LM, reads later tokens, has a head that is not linear (up to bias, scale and
+            softcap), has dropout in training mode and no seed, or cannot read what `attention`, if given, is for.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> policy, params = functional_policy(LlamaForCausalLM(config))
+    >>> policy.head.weight, params[policy.head.weight].shape
+    ('lm_head.weight', torch.Size([11, 8]))
+    """
+    is_module = isinstance(module, nn.Module)
+    if not is_module:
+        raise ValueError(
+            f"module is a {type(module).__name__}, no causal LM. Load one with AutoModelForCausalLM.from_pretrained(...)."
+        )
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    policy = _choose(module, attention, params)
+    skeleton = _skeleton(module, packed=policy.padded_only is None).train(train)
+    policy = dataclasses.replace(policy, skeleton=skeleton, dropout_seed=dropout_seed)
+    if train and dropout_seed is None and is_random(policy, params):
+        raise ValueError(
+            f"{type(module).__name__} is random in training mode (dropout, layer drop or jitter), so old and new log-probs "
+            "would differ by chance. Pass dropout_seed, or leave train=False."
+        )
+    if remat:
+        rematerialize(policy.skeleton)
+    return policy, params
+
+
+def _choose(module: Any, attention: Attention, params: Params) -> Policy:
+    """The policy that packs, if the model allows it, else the one that pads; checked against the module itself."""
+    head, own = _describe_head(module), getattr(module.config, "_attn_implementation", "eager")
+    try:
+        policy = Policy(_skeleton(module, packed=True).eval(), head, attention, None, own)
+        check_against(module, policy, params)
+        return policy
+    except attention_interface.Impossible:
+        raise
+    except Exception as error:  # a model may fail in any way on what it does not know
+        if attention is not choose_attention:
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(module).__name__} fails on packed tokens: "
+        reason = kind + str(error).strip().split("\n")[0]
+    policy = Policy(_skeleton(module, packed=False).eval(), head, attention, None, own, reason)
+    try:
+        check_against(module, policy, params)
+    except ValueError as error:
+        raise ValueError(reason if str(error) == reason else f"{reason} Padded: {error}") from None
+    return policy
+
+
+def _skeleton(module: Any, *, packed: bool) -> nn.Module:
+    """A copy of the module whose parameters are on the meta device; to read packed tokens, with our attention."""
+    name = type(module).__name__
+    if rope := sorted(_rope_types(module) & {"dynamic", "longrope"}):
+        raise attention_interface.Impossible(
+            f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
+            "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
+        )
+    if getattr(module.config, "rescale_every", 0):
+        raise attention_interface.Impossible(
+            f"{name} divides its weights in place when it runs (rescale_every is {module.config.rescale_every}), and so would "
+            "change the parameters. Set rescale_every in its config to 0."
+        )
+    kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or [])
+    if sparse := sorted(kinds & {"indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"}):
+        raise attention_interface.Impossible(
+            f"{name} has layers of type {', '.join(sparse)}, which choose a few keys by a score. Among equal scores the "
+            "choice changes with the length of the batch's rows, so log-probs would depend on what else is in it."
+        )
+    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    skeleton: Any = copy.deepcopy(module, memo)
+    if not packed:
+        return skeleton
+    attention_interface.register()
+    skeleton.set_attn_implementation(attention_interface.NAME)
+    if skeleton.config._attn_implementation != attention_interface.NAME:
+        raise ValueError(
+            f"{name} does not take its attention from transformers' attention interface, so sequences "
+            "cannot be kept apart in it."
+        )
+    # Short probes cannot tell these: a pattern that chooses among many tokens chooses all of a few.
+    if strange := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}):
+        raise ValueError(
+            f"{name} has layers of type {', '.join(strange)}, which do not know where a packed sequence ends."
+        )
+    return skeleton
+
+
+def _rope_types(module: nn.Module) -> set[str]:
+    """Kinds of rotary embeddings; some models have one a layer type."""
+    kinds = [getattr(child, "rope_type", None) or {} for child in module.modules()]
+    return {kind for found in kinds for kind in ([found] if isinstance(found, str) else found.values())}
+
+
+def _describe_head(module: Any) -> Head:
+    """Read the head off the module: tied weights get the name under which `named_parameters` knows them."""
+    if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
+        raise ValueError(f"{type(module).__name__} is no causal LM from transformers: it has no output embeddings.")
+    linear = module.get_output_embeddings()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if linear is None or id(getattr(linear, "weight", None)) not in names:
+        raise ValueError(f"{type(module).__name__} has no linear output head, so it is no causal LM.")
+    config = module.config.get_text_config()
+    scale = 1.0
+    for name, power in (
+        ("logit_scale", 1), ("logits_scaling", -1), ("lm_head_multiplier", 1), ("logits_mup_width_multiplier", -1),
+    ):  # fmt: skip
+        scale *= (getattr(config, name, None) or 1.0) ** power
+    softcaps = [
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    ]
+    bias = getattr(linear, "bias", None)
+    return Head(
+        names[id(linear.weight)],
+        None if bias is None else names[id(bias)],
+        scale,
+        next((softcap for softcap in softcaps if softcap is not None), None),
+    )
