@@ -73,6 +73,16 @@ def test_clips_by_hand(ratio, advantage, loss, slope_per_ratio, clip):
         assert value_and_slopes([logratio], targets, dual_clip=None)[0] == pytest.approx(5.0)
 
 
+def test_a_clip_for_each_target():
+    clips = {"clip_low": tensor([0.1, 0.4], dtype=F64), "clip_high": tensor([0.2, 0.3], dtype=F64)}
+    bounds = {"dual_clip": tensor([2.0, 4.0], dtype=F64)} | clips
+    for ratio, advantage, loss in ((1.5, 1.0, -1.25), (0.5, -1.0, 0.75), (5.0, -1.0, 3.0)):
+        targets = targets_of([advantage] * 2)
+        assert value_and_slopes([math.log(ratio)] * 2, targets, **bounds) == (pytest.approx(loss), [0.0, 0.0])
+    with pytest.raises(ValueError, match="clip_low is tensor"):
+        value_and_slopes([0.0] * 2, targets, clip_low=tensor([0.1, -0.4]))
+
+
 def test_a_masked_token_with_a_huge_ratio():
     """C11: masked tokens are not among the targets, so no exp of theirs exists. What is left is the valid token."""
     batch = fnppo.padded_batch([[1]], [[2, 3]], advantages=[1.0], old_logprobs=[[-100.0, -0.1]])

@@ -216,6 +216,28 @@ def test_padded_batch():
         fnppo.padded_batch([[1], [2]], [[3], [4, 5]], old_logprobs=[[0.0], [0.0]])
 
 
+def test_padded_batch_has_the_dtypes_of_its_columns():
+    """Whole numbers, nothing at all, and another default dtype: values are float32, masks bool, ids and groups int64."""
+    columns = {"old_logprobs": [[-1]], "ref_logprobs": [[-2]], "advantages": [3], "groups": [4]}
+    torch.set_default_dtype(torch.float64)
+    try:
+        batches = [
+            fnppo.padded_batch([[]], [[5]], **columns),
+            fnppo.padded_batch([], [], **{name: [] for name in columns}),
+        ]
+        floats = fnppo.padded_batch([[1]], [[5]], old_logprobs=[[-0.5]], ref_logprobs=[[-2.5]], advantages=[0.5])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for batch in batches:
+        assert batch.input_ids.dtype == batch.groups.dtype == torch.int64
+        assert batch.attention_mask.dtype == batch.loss_mask.dtype == torch.bool
+    for batch in (*batches, floats):
+        assert batch.old_logprobs.dtype == batch.ref_logprobs.dtype == batch.advantages.dtype == torch.float32
+    assert floats.old_logprobs.tolist() == [[0.0, -0.5]]
+    assert floats.ref_logprobs.tolist() == [[0.0, -2.5]]
+    assert floats.advantages.tolist() == [[0.0, 0.5]]
+
+
 def test_rows_by_mask():
     batch = fnppo.padded_batch([[1], [2], [3]], [[4], [5], [6]])
     for mask in ([False, True, True], tensor([False, True, True])):

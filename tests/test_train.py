@@ -300,6 +300,12 @@ def test_all_masked_batches_and_chunks():
         )
         assert metrics["loss"] == metrics["grad_norm"] == metrics["tokens"] == 0.0
         assert differences(new, params) == 0.0
+    for entropy in (True, False):
+        nothing = fnppo.compute_logprobs(
+            params, fnppo.select_rows(batch, []), policy=policy, temperature=1.0, max_tokens=9, entropy=entropy
+        )
+        assert nothing.logprobs.shape == (0, batch.input_ids.shape[1])
+        assert (nothing.entropy is not None) is entropy
     one, many = (
         fnppo.compute_logprobs(params, batch, policy=policy, temperature=1.0, max_tokens=50, chunk_size=c)
         for c in (None, 1)
