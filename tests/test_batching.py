@@ -60,6 +60,16 @@ def test_known_plans():
     assert plan_microbatches([], max_tokens=8) == []
 
 
+@given(st.lists(st.lists(st.integers(1, 19), max_size=6), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_as_few_groups_as_promised(cuts, random):
+    """Groups that were full to the last token, shuffled: the plan needs at most 11/9 of them (and 6/9 of one)."""
+    full = [sorted({0, 20, *places}) for places in cuts]
+    lengths = [stop - start for places in full for start, stop in zip(places, places[1:], strict=False)]
+    random.shuffle(lengths)
+    assert len(plan_microbatches(lengths, max_tokens=20)) <= (11 * len(full) + 6) / 9
+    assert len(plan_microbatches([2, 2, 6, 6], max_tokens=8)) == 2
+
+
 def test_a_row_over_the_cap():
     """E3."""
     with pytest.raises(

@@ -104,10 +104,14 @@ def test_nothing_at_all(layout, shape):
     inputs, targets = layout(
         PaddedBatch(torch.full(shape, -7), torch.zeros(shape, dtype=bool), torch.zeros(shape, dtype=bool))
     )
-    assert inputs.input_ids.numel() == max(
-        shape[0] * (layout is pad_sequences), 1
-    )  # the width is that of the longest row
+    assert inputs.input_ids.shape == inputs.position_ids.shape
     assert not inputs.input_ids.any()
+    assert not inputs.position_ids.any()
+    assert inputs.input_ids.numel() == 1 or (layout is pad_sequences and 0 not in shape)
+    if layout is pad_sequences:
+        assert inputs.attention_mask.shape == inputs.input_ids.shape
+        assert inputs.input_ids.dim() == 2
+        assert not inputs.attention_mask.any()
     assert targets.token_ids.shape == targets.predictors.shape == (0,)
 
 
@@ -133,6 +137,8 @@ def test_dtypes():
         assert targets.rows.dtype == targets.columns.dtype == torch.int64
     assert pack_sequences(batch).inputs.cu_seqlens.dtype == torch.int32
     assert pad_sequences(batch).inputs.input_ids.tolist() == [[5, 6, 0], [7, 8, 9]]
+    padded = pad_sequences(batch._replace(input_ids=batch.input_ids + 1)).inputs
+    assert padded.input_ids[~padded.attention_mask].tolist() == [0]
 
 
 def test_prompt_is_read_and_not_learned():
