@@ -202,6 +202,7 @@ def test_the_first_step_moves():
 def test_global_norm():
     assert global_norm({"a": tensor([3.0]), "b": [tensor([[4.0]])]}).item() == 5.0
     assert global_norm({}).item() == 0.0
+    assert int(adamw(0.1).init({}).step) == 0
     assert global_norm({"a": tensor([300.0, 400.0], dtype=torch.float16)}).item() == 500.0
     assert global_norm({"a": torch.full((100000,), 256.0, dtype=torch.float16)}).isfinite()  # in float32, not in half
 
@@ -241,7 +242,8 @@ def test_an_eps_that_is_zero_in_the_dtype_is_refused():
 def test_finite():
     from fnppo import all_finite
 
-    assert torch.equal(all_finite({}), tensor(True))
+    assert bool(all_finite({}))
+    assert all_finite({}).dtype == all_finite({"a": tensor(1.0)}).dtype == torch.bool
     assert not bool(all_finite({"a": tensor(1.0), "b": tensor([1.0, float("inf")])}))
 
 

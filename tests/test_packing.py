@@ -218,8 +218,9 @@ def test_padded_batch():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{name} has 1 rows, prompts has 2"):
             fnppo.padded_batch([[1], [2]], **({"responses": [[3], [4]]} | {name: column}))
-    with pytest.raises(ValueError, match="row 1: 1 old_logprobs for 2 response tokens"):
-        fnppo.padded_batch([[1], [2]], [[3], [4, 5]], old_logprobs=[[0.0], [0.0]])
+    for name in ("old_logprobs", "ref_logprobs"):
+        with pytest.raises(ValueError, match=f"row 1: 1 {name} for 2 response tokens"):
+            fnppo.padded_batch([[1], [2]], [[3], [4, 5]], **{name: [[0.0], [0.0]]})
 
 
 def test_padded_batch_has_the_dtypes_of_its_columns():
