@@ -1,16 +1,20 @@
 """What test_malformed.py runs in a process without the run-time checker; alone:
 
 FNPPO_WITHOUT_CHECKER=1 pytest tests/malformed_input.py
+
+messages.json holds each message in full, as users read it. After a change of words: FNPPO_WRITE_MESSAGES=1.
 """
 
+import json
 import math
+import os
 import re
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, currently_in_test_context, given
 from hypothesis import strategies as st
 from tiny import VOCAB, tiny
 from torch import tensor
@@ -23,6 +27,20 @@ from fnppo.testing import padded_batches
 
 NAN, INF = math.nan, math.inf
 LIBRARY = Path(fnppo.__file__).parent
+MESSAGES = Path(__file__).with_name("messages.json")
+SEEN = []
+
+
+@pytest.fixture(autouse=True)
+def messages_are_those_on_file(request):
+    """Of tests that are the same every time; hypothesis draws others."""
+    SEEN.clear()
+    yield
+    on_file = json.loads(MESSAGES.read_text())
+    if "FNPPO_WRITE_MESSAGES" in os.environ and SEEN:
+        on_file[request.node.name] = SEEN
+        MESSAGES.write_text(json.dumps(on_file, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    assert on_file.get(request.node.name, []) == SEEN
 
 
 def refused(run, *named):
@@ -35,6 +53,8 @@ def refused(run, *named):
     for word in named:
         assert str(word) in message, (word, message)
     assert re.search(r"\. [A-Z].*\.$", message, re.DOTALL), message
+    if not currently_in_test_context():
+        SEEN.append(re.sub(r"/\S+/", "", message))  # without folders
 
 
 def test_the_checker_is_off():
