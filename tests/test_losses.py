@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import fnppo
 from fnppo import Targets, TokenStats, on_policy, ppo_loss, straight_through, summarize
 from fnppo.kl import kl_k2, kl_k3
+from fnppo.losses import clipped_surrogate
 from fnppo.testing import oracle_loss
 
 F64 = torch.float64
@@ -57,6 +58,7 @@ def value_and_slopes(logratios, targets, **options):
         (1.5, -1.0, 1.5, 1.0, None),
         (5.0, -1.0, 3.0, 0.0, "dual_clip"),  # C18
         (5.0, 0.0, 0.0, 0.0, None),
+        (0.5, 0.0, 0.0, 0.0, None),
     ],
 )
 def test_clips_by_hand(ratio, advantage, loss, slope_per_ratio, clip):
@@ -71,6 +73,17 @@ def test_clips_by_hand(ratio, advantage, loss, slope_per_ratio, clip):
     assert summary["clamped_fraction"] == float(clip is not None)
     if clip == "dual_clip":
         assert value_and_slopes([logratio], targets, dual_clip=None)[0] == pytest.approx(5.0)
+
+
+def test_on_the_edge_of_a_clip_the_gradient_is_alive():
+    """As `torch.clamp` has it: the first step, where every ratio is 1, learns under clips of 0."""
+    for advantage in (1.0, -1.0):
+        targets = targets_of([advantage])
+        assert value_and_slopes([0.0], targets, clip_low=0.0, clip_high=0.0) == (-advantage, [-advantage])
+    edge = tensor(math.log(2.0), dtype=F64).exp().item()
+    assert value_and_slopes([math.log(2.0)], targets_of([-1.0]), dual_clip=edge) == (edge, [edge])
+    _, clips = clipped_surrogate(*torch.ones(2, 1, dtype=F64), clip_low=0.0, clip_high=0.0, dual_clip=2.0)
+    assert {clip.dtype for clip in clips.values()} == {F64}
 
 
 def test_a_clip_for_each_target():
@@ -222,11 +235,14 @@ def test_what_is_missing_is_named():
             ppo_loss(stats_of([0.0]), targets._replace(**{name: None}), kl_coef=0.1)
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.1, but stats\.entropy is None"):
         ppo_loss(stats_of([0.0]), targets, entropy_coef=0.1)
-    with pytest.raises(ValueError, match="dual_clip is 0.5"):
-        ppo_loss(stats_of([0.0]), targets, dual_clip=0.5)
-    for bad in ({"clip_low": -0.1}, {"clip_high": -0.1}, {"clip_high": tensor(-0.1)}):
-        with pytest.raises(ValueError, match=r"is (tensor\()?-0.1"):
-            ppo_loss(stats_of([0.0]), targets, **bad)
+    for bound in (0.5, 1.0):
+        with pytest.raises(ValueError, match=f"dual_clip is {bound}"):
+            ppo_loss(stats_of([0.0]), targets, dual_clip=bound)
+        with pytest.raises(ValueError, match=f"dual_clip is {bound}"):
+            vmap(lambda logprobs: ppo_loss(TokenStats(logprobs), targets, dual_clip=bound)[0])(torch.zeros(2, 1))
+    for name, bad in (("clip_low", -0.1), ("clip_high", -0.1), ("clip_high", tensor(-0.1))):
+        with pytest.raises(ValueError, match=rf"^{name} is (tensor\()?-0.1"):
+            ppo_loss(stats_of([0.0]), targets, **{name: bad})
 
 
 def test_columns_of_another_length_are_not_broadcast():

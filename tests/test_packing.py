@@ -80,6 +80,9 @@ def test_shared_prompts():
     assert inputs.parents.tolist() == [-1, 0, 0, -1]
     assert targets.token_ids.tolist() == [6, 9, 4, 3]
     assert targets.predictors.tolist() == [1, 5, 1, 3]
+    later = pack_sequences(fnppo.padded_batch([[5], [7, 8], [7, 8]], [[9], [6], [4]]), share_prefixes=True)
+    assert later.inputs.input_ids.tolist() == [5, 9, 7, 8, 6, 4]
+    assert later.targets.predictors.tolist() == [0, 3, 3]
     nothing_shared = pack_sequences(fnppo.padded_batch([[7], [5]], [[6], [9]]), share_prefixes=True)
     assert nothing_shared.inputs.parents is None
     padding = batch._replace(input_ids=torch.where(batch.attention_mask, batch.input_ids, torch.arange(3)[:, None]))
@@ -196,7 +199,7 @@ def test_select_rows(batch, data):
         assert_close(selected.extra["column"][i], batch.extra["column"][row], equal_nan=True)
     assert selected.input_ids.shape[0] == len(rows)
     for bad in ([batch.input_ids.shape[0]], [-1]):
-        with pytest.raises(ValueError, match="are not all in a batch"):
+        with pytest.raises(ValueError, match=f"are not all in a batch of {batch.input_ids.shape[0]} rows"):
             fnppo.select_rows(batch, bad)
 
 
