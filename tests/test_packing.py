@@ -83,6 +83,7 @@ def test_shared_prompts():
     later = pack_sequences(fnppo.padded_batch([[5], [7, 8], [7, 8]], [[9], [6], [4]]), share_prefixes=True)
     assert later.inputs.input_ids.tolist() == [5, 9, 7, 8, 6, 4]
     assert later.targets.predictors.tolist() == [0, 3, 3]
+    assert pack_sequences(batch).inputs.parents is None
     nothing_shared = pack_sequences(fnppo.padded_batch([[7], [5]], [[6], [9]]), share_prefixes=True)
     assert nothing_shared.inputs.parents is None
     padding = batch._replace(input_ids=torch.where(batch.attention_mask, batch.input_ids, torch.arange(3)[:, None]))
@@ -122,6 +123,8 @@ def test_filler_where_little_or_nothing_is():
     nothing, one = batch_of([[0, 0]]), batch_of([[1]])
     assert pack_sequences(nothing, pad_to=3).inputs.position_ids.tolist() == [0, 0, 0]
     assert pack_sequences(nothing, pad_to=3).inputs.cu_seqlens.tolist() == [0, 0, 1, 2, 3]
+    no_rows = fnppo.select_rows(nothing, [])
+    assert pack_sequences(no_rows, pad_to=3).inputs.cu_seqlens.tolist() == [0, 1, 2, 3]
     assert pack_sequences(one, pad_to=1).inputs.cu_seqlens.tolist() == [0, 1]
     for pad_to in (0, -1):
         with pytest.raises(ValueError, match=f"pad_to is {pad_to}; it must be a whole number of at least 1"):
