@@ -84,8 +84,7 @@ def accumulate_gradients(
     leaves, treedef = _flattened(params)
     if inside_transform():
         summed, grads = _add_up(_in_float32(value_and_grad(loss_fn)(params, batch)) for batch in batches)
-        wide = zip(leaves, optree.tree_leaves(grads), strict=True)
-        return summed, optree.tree_unflatten(treedef, [grad.to(leaf.dtype) for leaf, grad in wide])
+        return summed, optree.tree_map(lambda leaf, grad: grad.to(leaf.dtype), params, grads)
     aliases = [leaf.detach().requires_grad_() for leaf in leaves]
     # Sums of half-precision gradients are kept in float32: 256 + 1 is 256 in bfloat16.
     coarse = [alias for alias in aliases if alias.dtype in (torch.float16, torch.bfloat16)]

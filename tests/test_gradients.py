@@ -137,6 +137,10 @@ def test_callers_tensors_keep_their_grad_and_flags():
     value_and_grad(loss_fn)(params, 1.0)
     assert params["w"].grad.tolist() == [5.0, 5.0]
     assert params["w"].requires_grad
+    other = torch.ones(2, requires_grad=True)  # what the loss reads besides its parameters
+    accumulate_gradients(lambda p, x: ((p["w"] * other).sum(), Metrics()), params, [1.0])
+    value_and_grad(lambda p, x: ((p["w"] * other).sum(), Metrics()))(params, 1.0)
+    assert other.grad is None
     frozen = {"w": torch.ones(2)}
     accumulate_gradients(loss_fn, frozen, [1.0])
     assert not frozen["w"].requires_grad
@@ -282,4 +286,6 @@ def test_gradients_that_are_views_of_one_tensor(batches):
 def test_half_precision_sums_inside_transforms():
     params = {"w": torch.zeros(2, dtype=torch.bfloat16)}
     run = lambda p: accumulate_gradients(lambda p, x: (p["w"] * x, Metrics()), p, [256.0] + [1.0] * 64)[1]
-    assert vmap(run)(params)["w"].tolist() == [320.0, 320.0]
+    grads = vmap(run)(params)["w"]
+    assert grads.tolist() == [320.0, 320.0]
+    assert grads.dtype == torch.bfloat16
