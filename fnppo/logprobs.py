@@ -105,11 +105,11 @@ def compute_logprobs(
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size, policy.max_positions)
     shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
-    total: Any = None
+    total: Any = None  # TokenStats; None before the first micro-batch
     with torch.no_grad():
         for rows in layout.plan(batch, max_tokens):
             micro_batch = layout.lay(select_rows(batch, rows))
-            stats = forward_logprobs(
+            stats: Any = forward_logprobs(
                 params, micro_batch, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
             )
             back = micro_batch.targets._replace(
