@@ -99,7 +99,10 @@ def test_accumulation_is_addition(seed, sizes):
     assert_close(loss, whole, rtol=1e-12, atol=1e-12)
     assert_close(grads, whole_grads, rtol=1e-12, atol=1e-12)
     assert_close(metrics.totals, whole_metrics.totals)
-    with pytest.raises(ValueError, match=r"^there is no micro-batch to take a gradient of\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^there is no micro-batch to take a gradient of\. Give at least one; a generator is used up once\.$",
+    ):
         accumulate_gradients(loss_fn, params, [])
 
 
