@@ -147,6 +147,8 @@ def test_microbatches_pass():
         (lambda b: (b.advantages * b.loss_mask).sum(), "advantages is read", causes.MULTIPLIED),
         (lambda b: b.ref_logprobs.mean(), "ref_logprobs is read", causes.NOT_MASKED),
         (lambda b: b.old_logprobs.square().sum(1), "old_logprobs is read", causes.NOT_MASKED),
+        (lambda b: b.extra["column"].sum(), "extra['column'] is read", causes.NOT_MASKED),
+        (lambda b: {"g": b.advantages.clone()}, "advantages is read", causes.NOT_MASKED),
         (lambda b: b.input_ids.float().sum(), "input_ids is read where attention_mask is 0", causes.PADDING_READ),
     ],
 )
@@ -160,7 +162,7 @@ def test_masked_values(fn, start, cause):
 def test_masked_values_pass():
     assert_masked_values_unread(total, vocab_size=VOCAB)
     # a value a token: what stands in masked slots of the result is nobody's business
-    assert_masked_values_unread(lambda b: {"a": b.old_logprobs + right(b)}, vocab_size=VOCAB)
+    assert_masked_values_unread(lambda b: b.old_logprobs + right(b), vocab_size=VOCAB)
 
 
 def test_what_is_not_finite_is_a_difference():
@@ -199,6 +201,61 @@ def test_the_smallest_failure_is_shown():
 
     text = message(assert_layout_invariant, wrong_for_long_rows)
     assert text.count("·") + text.count("*") <= 12
+
+
+def test_weights_are_a_column_too():
+    fn = lambda b: (b.loss_weights * torch.where(b.loss_mask, b.advantages, 0)).sum()
+    batches = everyday_batches(vocab_size=VOCAB).map(fnppo.token_mean)
+    assert message(assert_masked_values_unread, fn, batches=batches).startswith("loss_weights is read")
+
+
+def test_a_small_loss_hides_nothing():
+    small = SPLITS[causes.MEAN_OF_MEANS]
+    assert message(assert_microbatch_invariant, lambda parts: 1e-5 * small(parts)).endswith(causes.MEAN_OF_MEANS)
+
+
+def test_results_in_one_buffer_and_batches_changed_in_place():
+    buffer = torch.zeros(())
+
+    def gradient(parts):
+        return {"w": buffer.copy_(SPLITS[causes.MEAN_OF_MEANS](parts))}
+
+    assert message(assert_microbatch_invariant, gradient).endswith(causes.MEAN_OF_MEANS)
+    assert_rows_independent(lambda batch: batch.input_ids.add_(1).float(), vocab_size=VOCAB)
+    assert_masked_values_unread(
+        lambda batch: torch.where(batch.loss_mask, batch.advantages.add_(1), 0).sum(), vocab_size=VOCAB
+    )
+
+
+def test_micro_batches_without_a_target():
+    def refusing(parts):
+        if not all(bool(count(part)) for part in parts):
+            raise RuntimeError("no targets")
+        return sum(map(total, parts)) / sum(map(count, parts))
+
+    text = message(assert_microbatch_invariant, refusing)
+    assert "raise RuntimeError: no targets" in text
+    assert text.endswith(causes.NO_TARGETS)
+    assert_microbatch_invariant(refusing, vocab_size=VOCAB, empty_micro_batches=False)
+
+
+@pytest.mark.parametrize(
+    ("assertion", "fn", "options", "match"),
+    [
+        (assert_layout_invariant, lambda b: right(b)[:, 1:], {}, r"returned shape .*pad one column on the left"),
+        (assert_layout_invariant, lambda b: {"a": right(b)}, {}, "returned dict"),
+        (assert_rows_independent, lambda b: right(b).sum(), {}, r"returned shape \(\)"),
+        (assert_rows_independent, lambda b: right(b)[..., None], {}, "returned shape"),
+        (assert_microbatch_invariant, lambda parts: None, {}, "returned None"),
+        (assert_masked_values_unread, lambda b: torch.rand(()), {}, r"two calls .*model.eval"),
+        (assert_rows_independent, right, {"vocab_size": 1}, "vocab_size is 1"),
+        (assert_rows_independent, right, {"tolerance": float("nan")}, "tolerance is nan"),
+        (assert_rows_independent, right, {"max_examples": 0}, "max_examples is 0"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(assertion, fn, options, match):
+    with pytest.raises(ValueError, match=match):
+        assertion(fn, **({"vocab_size": VOCAB} | options))
 
 
 def test_errors_of_the_function_itself_are_passed_on():

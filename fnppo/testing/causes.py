@@ -85,7 +85,7 @@ def of_leak(before: Tensor, after: Tensor, batch: PaddedBatch, tolerance: float)
 
     def changed(row: int) -> bool:
         keep = batch.loss_mask[row] if before.dim() == 2 else None
-        return largest_difference(after[row], before[row], keep).size > tolerance
+        return largest_difference(after[row], before[row], keep, floor=1.0).size > tolerance
 
     return {(False, True): AHEAD, (True, False): ROLLED}.get((changed(0), changed(2)), STATISTIC)
 

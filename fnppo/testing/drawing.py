@@ -1,7 +1,5 @@
 """A batch as text, small enough to read in a failure message."""
 
-import torch
-
 from fnppo.types import PaddedBatch
 
 LEGEND = "* learned, · padding"
@@ -27,10 +25,3 @@ def _cell(batch: PaddedBatch, row: int, column: int) -> str:
         return "   · "
     star = "*" if batch.loss_mask[row, column] else " "
     return f"{int(batch.input_ids[row, column]):>4}{star}"
-
-
-def draw_place(values: torch.Tensor, index: tuple[int, ...]) -> str:
-    """The words for one element: by row and column where the tensor has two axes."""
-    if values.dim() == 2:
-        return f"row {index[0]}, column {index[1]}"
-    return f"element {', '.join(map(str, index))}" if index else "the value"

@@ -5,30 +5,31 @@ batch that means the same. A failure shows the smallest batch that was found, an
 
 Your function gets a `PaddedBatch` (`input_ids`, `attention_mask`, `loss_mask` and float columns of shape [batch, seq]) on
 the CPU and answers with a tensor or any tree of tensors: log-probs, a loss, gradients. It must depend on its arguments
-alone, so a method that takes an optimizer step has to work on a copy of the weights.
+alone, so a method that takes an optimizer step has to work on a copy of the weights. It gets copies, and may change them.
 """
 
-import textwrap
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
-import optree
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fnppo.packing import select_rows
 from fnppo.testing import causes
 from fnppo.testing.differences import largest_difference
-from fnppo.testing.drawing import LEGEND, draw_batch
+from fnppo.testing.perturb import fillings, other_tokens, spread, without_padding
 from fnppo.testing.strategies import padded_batches, splits
+from fnppo.testing.trial import Isolated, check_result, fail, run
 from fnppo.types import PaddedBatch
 
 TOLERANCE = 1e-4
-"""Room for float32 rounding, of which a bug is seldom as small: a difference counts relative to values above 1."""
+"""Room for float32 rounding, which a bug is seldom as small as: in nats for values a token or a row, else relative."""
 
 Batches = st.SearchStrategy[PaddedBatch]
+nats = partial(largest_difference, floor=1.0)
 
 
 def everyday_batches(*, vocab_size: int, min_rows: int = 1) -> Batches:
@@ -60,7 +61,7 @@ def assert_layout_invariant(
         logprob_fn: batch -> log-prob of each token, [batch, seq]; column t is about token t. Only learned tokens are read.
         vocab_size: the model's; drawn token ids are below it.
         batches: strategy for the batches; `everyday_batches` if None.
-        tolerance: largest difference allowed, relative to values above 1. Half precision needs more, say 0.1.
+        tolerance: largest difference allowed, in nats (relative to values above 1).
         max_examples: number of batches.
 
     Raises:
@@ -72,26 +73,30 @@ def assert_layout_invariant(
     AssertionError: Log-probs change with the layout...
     """
 
+    fn = Isolated(logprob_fn)
+
     def check(batch: PaddedBatch) -> None:
-        together = logprob_fn(batch)
+        check_result(together := fn(batch), tuple(batch.input_ids.shape))
         for row in range(batch.input_ids.shape[0]):
-            there, alone = select_rows(batch, [row]), _without_padding(batch, row)
+            there, alone = select_rows(batch, [row]), without_padding(batch, row)
             if not bool(alone.loss_mask.any()):
                 continue
-            expected = _spread(logprob_fn(alone), batch, row)
-            found = largest_difference(together[row : row + 1], expected, there.loss_mask)
+            check_result(unpadded := fn(alone), tuple(alone.input_ids.shape))
+            expected = spread(unpadded, batch, row)
+            found = nats(together[row : row + 1], expected, there.loss_mask)
             if found.size <= tolerance:
                 continue
-            padding_alone = largest_difference(logprob_fn(there), expected, there.loss_mask).size > tolerance
+            padding_alone = nats(fn(there), expected, there.loss_mask).size > tolerance
             cause = causes.of_padding(there) if padding_alone else causes.TOGETHER
-            _fail(
+            fail(
                 batch,
                 f"Log-probs change with the layout: row {row}, column {found.place[1]} has {found.here:.4g} in this batch, "
                 f"and {found.there:.4g} when its row stands alone and unpadded.",
                 cause,
             )
 
-    _run(check, batches or everyday_batches(vocab_size=vocab_size), max_examples)
+    batches = everyday_batches(vocab_size=vocab_size) if batches is None else batches
+    run(check, batches, vocab_size=vocab_size, tolerance=tolerance, max_examples=max_examples)
 
 
 def assert_rows_independent(
@@ -117,24 +122,28 @@ def assert_rows_independent(
     AssertionError: Rows are not independent...
     """
 
+    isolated = Isolated(fn)
+
     def check(batch: PaddedBatch) -> None:
-        before = fn(batch)
+        shape = tuple(batch.input_ids.shape)
+        check_result(before := isolated(batch), shape, shape[:1])
         for row in range(batch.input_ids.shape[0]):
-            after = fn(other_tokens(batch, row, vocab_size=vocab_size))
+            after = isolated(other_tokens(batch, row, vocab_size=vocab_size))
             others = torch.arange(batch.input_ids.shape[0]) != row
-            found = largest_difference(
-                after, before, others if before.dim() == 1 else batch.loss_mask & others[:, None]
-            )
+            found = nats(after, before, others if before.dim() == 1 else batch.loss_mask & others[:, None])
             if found.size > tolerance:
                 trio = select_rows(batch, [found.place[0], row, found.place[0]])
-                _fail(
+                fail(
                     batch,
                     f"Rows are not independent: with other tokens in row {row}, row {found.place[0]} changes from "
                     f"{found.there:.4g} to {found.here:.4g}.",
-                    causes.of_leak(fn(trio), fn(other_tokens(trio, 1, vocab_size=vocab_size)), trio, tolerance),
+                    causes.of_leak(
+                        isolated(trio), isolated(other_tokens(trio, 1, vocab_size=vocab_size)), trio, tolerance
+                    ),
                 )
 
-    _run(check, batches or everyday_batches(vocab_size=vocab_size, min_rows=2), max_examples)
+    batches = everyday_batches(vocab_size=vocab_size, min_rows=2) if batches is None else batches
+    run(check, batches, vocab_size=vocab_size, tolerance=tolerance, max_examples=max_examples)
 
 
 def assert_microbatch_invariant(
@@ -144,6 +153,7 @@ def assert_microbatch_invariant(
     batches: Batches | None = None,
     tolerance: float = TOLERANCE,
     max_examples: int = 50,
+    empty_micro_batches: bool = True,
 ) -> None:
     """A mini-batch has the same loss and gradients however its rows are ordered and cut into micro-batches.
 
@@ -151,6 +161,8 @@ def assert_microbatch_invariant(
         loss_fn: the micro-batches of one mini-batch -> its loss, or any tree of tensors such as (loss, gradients).
         vocab_size, batches, tolerance, max_examples: as in `assert_layout_invariant`. Where your loss reads weights that
             are computed once per mini-batch, map the strategy: `everyday_batches(vocab_size=V).map(token_mean)`.
+        empty_micro_batches: also try micro-batches without a learned token, as filters and truncation make them. False for
+            a trainer that never has one.
 
     Raises:
         AssertionError: with the smallest failing batch, its split and the usual cause.
@@ -162,26 +174,34 @@ def assert_microbatch_invariant(
     AssertionError: The result changes with the micro-batches...
     """
 
+    fn = Isolated(loss_fn)
+
     def check(all_learn: bool, batch: PaddedBatch, data: st.DataObject) -> None:
         groups = data.draw(splits(batch.input_ids.shape[0]))
         pieces = [select_rows(batch, rows) for rows in groups]
         assume(not all_learn or all(bool(piece.loss_mask.any()) for piece in pieces))
-        split, whole = loss_fn(pieces), loss_fn([batch])
+        rows = f"rows {' | '.join(map(str, groups))}"
+        whole = fn([batch])
+        try:
+            split = fn(pieces)
+        except Exception as error:
+            if all_learn:
+                raise
+            fail(batch, f"{rows} raise {type(error).__name__}: {error}", causes.NO_TARGETS)
         found = largest_difference(split, whole)
         if found.size > tolerance:
-            _fail(
+            fail(
                 batch,
-                f"The result changes with the micro-batches: rows {' | '.join(map(str, groups))} give {found.here:.4g} "
-                f"where one micro-batch gives {found.there:.4g}{found.where}.",
-                causes.of_split(loss_fn, batch, groups, tolerance) if all_learn else causes.NO_TARGETS,
+                f"The result changes with the micro-batches: {rows} give {found.here:.4g} where one micro-batch gives "
+                f"{found.there:.4g}{found.where}.",
+                causes.of_split(fn, batch, groups, tolerance) if all_learn else causes.NO_TARGETS,
             )
 
-    strategy = batches or everyday_batches(vocab_size=vocab_size, min_rows=2)
-    for all_learn in (
-        True,
-        False,
-    ):  # first without micro-batches that have no target, which many trainers do not expect
-        _settings(max_examples)(given(st.just(all_learn), strategy, st.data())(check))()
+    batches = everyday_batches(vocab_size=vocab_size, min_rows=2) if batches is None else batches
+    # First without micro-batches that have no target, which many trainers do not expect.
+    for all_learn in (True, False)[: 1 + empty_micro_batches]:
+        strategies = st.just(all_learn), batches, st.data()
+        run(check, *strategies, vocab_size=vocab_size, tolerance=tolerance, max_examples=max_examples)
 
 
 def assert_masked_values_unread(
@@ -192,7 +212,7 @@ def assert_masked_values_unread(
     tolerance: float = TOLERANCE,
     max_examples: int = 50,
 ) -> None:
-    """What stands in masked slots changes nothing: other tokens in the padding, and 1, 1e9 or NaN in float columns.
+    """What stands in masked slots changes nothing: other tokens in the padding, and 1, 1e9 or NaN in each float column.
 
     Args:
         fn: batch -> loss, gradients or values a token ([batch, seq], of which only learned tokens are read): a tensor or
@@ -208,74 +228,20 @@ def assert_masked_values_unread(
     AssertionError: advantages is read where loss_mask is 0...
     """
 
+    isolated = Isolated(fn)
+
     def check(batch: PaddedBatch) -> None:
-        before = fn(batch)
-        for column, mask, filler in _fillings(batch, vocab_size):
-            values = getattr(batch, column)
-            after = fn(batch._replace(**{column: torch.where(mask, values, filler)}))  # type: ignore[arg-type]
-            found = largest_difference(after, before, batch.loss_mask)
+        before = isolated(batch)
+        for column, filler, filled in fillings(batch, vocab_size=vocab_size):
+            found = largest_difference(isolated(filled), before, batch.loss_mask)
             if found.size > tolerance:
-                name = "loss_mask" if column != "input_ids" else "attention_mask"
-                _fail(
+                mask = "attention_mask" if column == "input_ids" else "loss_mask"
+                fail(
                     batch,
-                    f"{column} is read where {name} is 0: with {filler} there the result is {found.here:.4g}, with 0 it was "
-                    f"{found.there:.4g}{found.where}.",
+                    f"{column} is read where {mask} is 0: with {filler} there the result is {found.here:.4g}, as it came it "
+                    f"was {found.there:.4g}{found.where}.",
                     causes.of_filler(column, filler),
                 )
 
-    strategy = batches or everyday_batches(vocab_size=vocab_size)
-    _run(check, strategy, max_examples)
-
-
-def _fillings(batch: PaddedBatch, vocab_size: int) -> list[tuple[str, Tensor, float]]:
-    fillings: list[tuple[str, Tensor, float]] = [("input_ids", batch.attention_mask, vocab_size - 1)]
-    for filler in (1.0, 1e9, float("nan")):
-        for column in ("old_logprobs", "advantages", "ref_logprobs"):
-            if getattr(batch, column) is not None:
-                fillings.append((column, batch.loss_mask, filler))
-    return fillings
-
-
-def other_tokens(batch: PaddedBatch, row: int, *, vocab_size: int) -> PaddedBatch:
-    """The batch with other tokens in one row, all of them."""
-    others = (batch.input_ids[row] + 1) % vocab_size
-    ids = batch.input_ids.clone()
-    ids[row] = torch.where(batch.attention_mask[row], others, ids[row])
-    return batch._replace(input_ids=ids)
-
-
-def _without_padding(batch: PaddedBatch, row: int) -> PaddedBatch:
-    """One row with its existing tokens only."""
-    here: Any = select_rows(batch, [row])
-    exists = here.attention_mask[0]
-    unpadded: Any = optree.tree_map(lambda column: column[:, exists] if column.dim() == 2 else column, here)
-    return unpadded
-
-
-def _spread(values: Tensor, batch: PaddedBatch, row: int) -> Tensor:
-    """The values of an unpadded row, at the places of its tokens in the batch."""
-    spread = values.new_zeros(1, batch.input_ids.shape[1])
-    spread[:, batch.attention_mask[row]] = values.detach()
-    return spread
-
-
-def _fail(batch: PaddedBatch, what: str, cause: str) -> NoReturn:
-    what, cause = (textwrap.fill(text, 110, break_on_hyphens=False) for text in (what, f"Usual cause: {cause}"))
-    raise AssertionError(f"{what}\n\n{draw_batch(batch)}\n({LEGEND})\n\n{cause}")
-
-
-def _run(check: Callable[[PaddedBatch], None], batches: Batches, max_examples: int) -> None:
-    _settings(max_examples)(given(batches)(check))()
-
-
-def _settings(max_examples: int) -> settings:
-    """The same examples in every run, shrunk when one fails; nothing is written to disk."""
-    return settings(
-        max_examples=max_examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
+    batches = everyday_batches(vocab_size=vocab_size) if batches is None else batches
+    run(check, batches, vocab_size=vocab_size, tolerance=tolerance, max_examples=max_examples)
