@@ -17,6 +17,7 @@ def main() -> None:
         sys.exit(f"fnppo's command line needs {error.name}. Run: pip install 'fnppo[cli]'")
     app = typer.Typer(
         no_args_is_help=True,
+        pretty_exceptions_enable=False,
         add_completion=False,
         help="The policy update of RL for language models, as pure functions.",
     )

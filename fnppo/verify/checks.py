@@ -34,54 +34,48 @@ CAUSES = {
 }
 
 
+def one_by_one(subject: Subject) -> Iterator[Check]:
+    """Each row by itself."""
+    pieces = [subject.lay(row) for row in range(subject.batch.input_ids.shape[0])]
+    found = by_the_library(subject.policy, subject.params, pieces)
+    yield from _both(subject, "one by one", found, cause=CAUSES["one by one"])
+
+
 def layout(subject: Subject, name: str) -> Iterator[Check]:
-    """All rows in one layout, or each row by itself."""
-    if subject.policy.padded_only and name in ("packed", "shared"):
+    """All rows in one layout: their numbers, whether they see each other, and whether it matters which is the first."""
+    if subject.policy.padded_only and name != "padded":
         yield Check(name, None, f"refused: {subject.policy.padded_only} Use layout=padded.")
         return
-    if name == "one by one":
-        pieces = [subject.lay(row) for row in range(subject.batch.input_ids.shape[0])]
-    else:
-        pieces = [LAYOUTS[name].lay(subject.batch)]
-    found = by_the_library(subject.policy, subject.params, pieces)
+    subject = dataclasses.replace(subject, layout=LAYOUTS[name])
+    found = by_the_library(subject.policy, subject.params, [subject.lay()])
     yield from _both(subject, name, found, cause=CAUSES[name])
-
-
-def rows(subject: Subject) -> Iterator[Check]:
-    """Other tokens in one row change nothing in the others."""
     ids = subject.batch.input_ids.clone()
     ids[0] = (ids[0] + 1) % subject.policy.vocab_size
-    others = subject.lay().targets.rows != 0
-    before, after = (
-        _logprobs(subject, batch)[others] for batch in (subject.batch, subject.batch._replace(input_ids=ids))
-    )
-    cause = "Rows see each other: experts with a capacity, or a statistic over the batch. Use micro-batches of one row."
-    yield subject.nats_check("rows do not leak", apart(after, before), cause=cause, found="other tokens in row 0")
-
-
-def positions(subject: Subject) -> Iterator[Check]:
-    """A row has the same log-probs as the last and as the first of the batch."""
+    here = subject.batch._replace(input_ids=ids)
+    others = subject.lay().targets.rows > 1  # row 1 shares the prompt of row 0, and its layout with it
+    error = apart(_logprobs(subject, here)[others], _logprobs(subject, subject.batch)[others])
+    yield subject.nats_check(f"{name}: no leak", error, cause=CAUSES[name], found="other tokens in row 0")
     last = subject.batch.input_ids.shape[0] - 1
-    here = _logprobs(subject, subject.batch)[subject.lay().targets.rows == last]
-    first = _logprobs(subject, select_rows(subject.batch, [last, *range(last)]))[: here.numel()]
-    cause = "Positions go on from the row before. Use layout=padded."
-    yield subject.nats_check("positions restart", apart(first, here), cause=cause, found=_if_positions_ran_on(subject))
+    behind = _logprobs(subject, subject.batch)[subject.lay().targets.rows == last]
+    before = _logprobs(subject, select_rows(subject.batch, [last, *range(last)]))[: behind.numel()]
+    found_too = _if_positions_ran_on(subject) if name == "packed" else ""
+    yield subject.nats_check(f"{name}: restart", apart(before, behind), cause=CAUSES[name], found=found_too)
 
 
 def _if_positions_ran_on(subject: Subject) -> str:
-    """Whether this model would show a missing restart at all."""
+    """Whether this model would show it at all if the positions of packed rows did not restart."""
     inputs, targets = subject.lay()
-    run_on = torch.arange(inputs.input_ids.numel(), device=inputs.input_ids.device).view_as(inputs.input_ids)
+    run_on = torch.arange(inputs.input_ids.numel(), device=inputs.input_ids.device)
     batch = ModelBatch(inputs._replace(position_ids=run_on), targets)
     try:
         change = apart(
             logprobs_by_the_library(subject.policy, subject.params, batch), _logprobs(subject, subject.batch)
         )
     except (IndexError, RuntimeError, ValueError):
-        return "a missing restart would leave the model's table of positions"
+        return "running on would leave the table"
     if change <= subject.nats:
-        return "positions are relative: a missing restart would not show"
-    return f"a missing restart would move log-probs by {change:.1g}"
+        return "positions are relative"
+    return f"running on would change {change:.1g}"
 
 
 def head(subject: Subject) -> Iterator[Check]:
@@ -92,12 +86,12 @@ def head(subject: Subject) -> Iterator[Check]:
         )
         logits = subject.policy.head.bind(subject.params).logits(hidden)
     _, bias, scale, softcap = subject.policy.head
-    parts = (
-        ["linear"]
-        + ["bias"] * bool(bias)
-        + [f"scale {scale:g}"] * (scale != 1)
-        + [f"softcap {softcap}"] * bool(softcap)
-    )
+    parts = [
+        "linear",
+        *["bias"] * bool(bias),
+        *[f"scale {scale:g}"] * (scale != 1),
+        *[f"softcap {softcap}"] * bool(softcap),
+    ]
     cause = f"The head was read as {', '.join(parts)}, and is something else. Do not train this model with fnppo."
     yield subject.nats_check("head: logits", apart(logits, subject.logits), cause=cause, found=", ".join(parts))
     found = by_the_library(subject.policy, subject.params, [subject.lay()], chunk_size=3)
@@ -162,7 +156,7 @@ def window(subject: Subject) -> Iterator[Check]:
     }
     length = subject.row().numel()
     for name, (kind, size) in sizes.items():
-        if kind in kinds and size:
+        if size and (kind in kinds or (not kinds and getattr(config, "use_sliding_window", True))):
             longer = (
                 "was in use"
                 if size < length
@@ -172,17 +166,14 @@ def window(subject: Subject) -> Iterator[Check]:
 
 
 FURTHER: tuple[Callable[[Subject], Iterator[Check]], ...] = (
-    window, rows, positions, head, tied_weights, remat, dropout, micro_batches,
+    window, head, tied_weights, remat, dropout, micro_batches,
 )  # fmt: skip
 
 
 def _both(subject: Subject, name: str, found: Measured, *, cause: str) -> Iterator[Check]:
     nats, relative = nats_apart(found, subject.reference), grads_apart(found.grads, subject.reference.grads)
-    yield subject.nats_check(f"{name}: log-probs", nats, cause=cause, found="and entropies, in nats")
-    count = len(found.grads)
-    yield subject.grads_check(
-        f"{name}: gradients", relative, cause=cause, found=f"of {count} parameters, relative to each one's largest"
-    )
+    yield subject.nats_check(f"{name}: log-probs", nats, cause=cause, found="")
+    yield subject.grads_check(f"{name}: gradients", relative, cause=cause, found="")
 
 
 def _with_copied_skeleton(policy: Policy) -> Policy:

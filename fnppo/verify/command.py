@@ -1,5 +1,6 @@
 """`fnppo verify MODEL`."""
 
+import difflib
 import enum
 import json
 import time
@@ -49,7 +50,7 @@ def verify(
     aside, out = Console(stderr=True), Console(soft_wrap=False)
     begun = time.monotonic()
     with aside.status(f"loading {model}") as status:
-        module = _load(model, getattr(torch, dtype), seed).to(device)
+        module = _move(_load(model, getattr(torch, dtype), seed), device)
         found: list[Check] = []
 
         def show(check: Check) -> None:
@@ -71,9 +72,20 @@ def _load(model: str, dtype: torch.dtype, seed: int) -> Any:
         return tiny_causal_lm(model, seed=seed).to(dtype)
     try:
         return load_model(model, dtype=dtype)
-    except OSError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{model} is no architecture that transformers has, and cannot be loaded: {reason}") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        close = difflib.get_close_matches(model, [*causal_lms(), *classes.values()], n=3)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise ValueError(
+            f"{model} is no architecture that transformers has, and cannot be loaded: {reason}{hint}"
+        ) from error
+
+
+def _move(module: Any, device: str) -> Any:
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device} cannot be used: {str(error).strip().splitlines()[0]}") from error
 
 
 def _print(console: Console, report: Report, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Log-probs, entropy and gradients of one batch: by the model itself, row by row, and by the library in any layout."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,8 @@ def grads_apart(a: Params, b: Params) -> float:
     is left of a gradient that cancels out, such as that of a key's bias, is rounding only.
     """
     largest = {name: float(grad.abs().max()) for name, grad in b.items() if grad.numel()}
+    if not all(math.isfinite(size) for size in largest.values()):
+        return math.inf
     floor = max(1e-3 * max(largest.values()), 1e-30)
     return max(apart(a[name], b[name]) / max(size, floor) for name, size in largest.items())
 

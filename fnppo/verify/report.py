@@ -43,13 +43,19 @@ class Report(NamedTuple):
         """Plain data; an error that is not finite is text, as JSON has no such number."""
         checks = [check._asdict() for check in self.checks]
         for check in checks:
-            if check["error"] is not None and not abs(check["error"]) < float("inf"):
-                check["error"] = str(check["error"])
+            for name in ("error", "tolerance"):
+                if check[name] is not None and not abs(check[name]) < float("inf"):
+                    check[name] = str(check[name])
         return {**self._asdict(), "checks": checks, "verified": self.verified, "verdict": self.verdict}
 
     def as_table(self) -> Table:
         """For a terminal."""
-        table = Table(title=f"{self.model} · {self.dtype} · {self.device}", title_justify="left", expand=False)
+        table = Table(
+            title=f"{self.model} · {self.dtype} · {self.device}",
+            title_justify="left",
+            caption="log-probs and entropies in nats, gradients relative to each parameter's largest",
+            caption_justify="left",
+        )
         table.add_column("check")
         table.add_column("error", justify="right")
         table.add_column("tolerance", justify="right")

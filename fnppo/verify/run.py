@@ -20,8 +20,8 @@ def verify(
 ) -> Report:
     """Compare everything that a training step computes from a model with the model's own forward.
 
-    The reference is the module as it came, in the next wider dtype, one unpadded row at a time, all logits at once. Against
-    it: each layout (packed, prefixes shared, padded), log-probs, entropies and the gradients of all parameters; rows that
+    The reference is a copy of the module with the attention it came with, in the next wider dtype, one unpadded row at a
+    time, all logits at once. Against it: each layout (packed, prefixes shared, padded), log-probs, entropies and the gradients of all parameters; rows that
     must not see each other; positions; the head; tied weights; remat; dropout; micro-batches.
 
     The model in its own dtype is not that exact either. Four times its own distance from the reference is the tolerance, or
@@ -35,7 +35,8 @@ def verify(
         on_check: called with each row of the report as it is found.
 
     Returns:
-        A report, whose `verified` is True when no check failed. A model that `functional_policy` refuses is not verified, with its reason.
+        A report, whose `verified` is True when no check failed. A model that `functional_policy` refuses is not verified,
+        with its reason.
 
     >>> from fnppo.testing import tiny_llama
     >>> verify(tiny_llama()).verified
@@ -48,14 +49,16 @@ def verify(
         on_check(check)
 
     parameter = next(module.parameters())
+    options = {"length": length, "seed": seed}
     try:
         policy, params = functional_policy(module)
-    except ValueError as refusal:
-        note(Check("read off the model", False, str(refusal)))
+        examine(module, policy, params, **options, note=note)
+    except Exception as error:  # whatever a model does wrong, the report says it
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        note(Check("runs at all", False, kind + str(error).strip().split("\n")[0]))
     else:
-        examine(module, policy, params, length=length, seed=seed, note=note)
         if any(check.passed is False for check in found) and parameter.dtype in (torch.float16, torch.bfloat16):
-            note(_rounding(module, policy, params, length=length, seed=seed))
+            note(_rounding(module, policy, params, **options))
     return Report(type(module).__name__, str(parameter.dtype).removeprefix("torch."), str(parameter.device), found)
 
 
@@ -64,12 +67,14 @@ def examine(
 ) -> None:
     """The checks of a policy that was read off a module. Those after the layouts use the first layout that is right."""
     subject = subject_of(module, policy, params, length=length, seed=seed)
+    for row in checks.one_by_one(subject):
+        note(row)
     right = []
-    for name in ("one by one", *LAYOUTS):
+    for name in LAYOUTS:
         rows = list(checks.layout(subject, name))
         for row in rows:
             note(row)
-        if name in LAYOUTS and all(row.passed for row in rows):
+        if all(row.passed for row in rows):
             right.append(name)
     if not right:
         return
@@ -88,5 +93,7 @@ def _rounding(module: Any, policy: Policy, params: Params, **options: Any) -> Ch
     if failed:
         return Check("in float32", False, f"fails too: {', '.join(failed)}. It is not rounding.")
     return Check(
-        "in float32", None, "all pass, so the failures are rounding, which this model amplifies. Train it in float32."
+        "in float32",
+        None,
+        "all pass, so the failures are rounding, or overflow, which this model amplifies. Train it in float32.",
     )

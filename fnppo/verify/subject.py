@@ -70,13 +70,26 @@ def _check(name: str, error: float, tolerance: float, cause: str, found: str) ->
 
 
 def subject_of(module: Any, policy: Policy, params: Params, *, length: int, seed: int) -> Subject:
-    """Run the model by itself, in its dtype and in the wider one."""
+    """Run the model by itself, in its dtype and in the wider one.
+
+    Raises:
+        ValueError: it has fewer positions than `length`, or its numbers are not finite.
+    """
+    if policy.max_positions is not None and length > policy.max_positions:
+        raise ValueError(
+            f"length is {length}, but the model has {policy.max_positions} positions. Use at most --length {policy.max_positions}."
+        )
     vocabulary = min(policy.vocab_size, module.get_input_embeddings().weight.shape[0])
     dtype = params[policy.head.weight].dtype
     batch = probe_batch(vocabulary, length=length, device=params[policy.head.weight].device, seed=seed)
     ids = batch.input_ids[0][batch.attention_mask[0]]
     own = policy.with_own_attention()
     numbers, logits = by_the_model(own, params, batch), logits_by_the_model(own, params, ids)
+    finite = [numbers.logprobs, numbers.entropy, *numbers.grads.values()]
+    if not all(bool(values.isfinite().all()) for values in finite):
+        raise ValueError(
+            f"its own log-probs or gradients are not finite in {str(dtype).removeprefix('torch.')}. Use a wider dtype."
+        )
     eps = torch.finfo(dtype).eps
     if dtype == torch.float64:  # nothing is wider
         return Subject(module, policy, params, batch, numbers, logits, eps**0.5, eps**0.5)
