@@ -99,23 +99,7 @@ def _choose(module: Any, attention: Attention, params: Params) -> Policy:
 
 def _skeleton(module: Any, *, packed: bool) -> nn.Module:
     """A copy of the module whose parameters are on the meta device; to read packed tokens, with our attention."""
-    name = type(module).__name__
-    if rope := sorted(_rope_types(module) & {"dynamic", "longrope"}):
-        raise attention_interface.Impossible(
-            f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
-            "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
-        )
-    if getattr(module.config, "rescale_every", 0):
-        raise attention_interface.Impossible(
-            f"{name} divides its weights in place when it runs (rescale_every is {module.config.rescale_every}), and so would "
-            "change the parameters. Set rescale_every in its config to 0."
-        )
-    kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or [])
-    if sparse := sorted(kinds & {"indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"}):
-        raise attention_interface.Impossible(
-            f"{name} has layers of type {', '.join(sparse)}, which choose a few keys by a score. Among equal scores the "
-            "choice changes with the length of the batch's rows, so log-probs would depend on what else is in it."
-        )
+    _refuse_what_no_layout_reads(module)
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
     skeleton: Any = copy.deepcopy(module, memo)
     if not packed:
@@ -124,15 +108,63 @@ def _skeleton(module: Any, *, packed: bool) -> nn.Module:
     skeleton.set_attn_implementation(attention_interface.NAME)
     if skeleton.config._attn_implementation != attention_interface.NAME:
         raise ValueError(
-            f"{name} does not take its attention from transformers' attention interface, so sequences "
+            f"{type(module).__name__} does not take its attention from transformers' attention interface, so sequences "
             "cannot be kept apart in it."
         )
-    # Short probes cannot tell these: a pattern that chooses among many tokens chooses all of a few.
-    if strange := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}):
+    _refuse_what_cannot_be_packed(module)
+    return skeleton
+
+
+def _refuse_what_no_layout_reads(module: Any) -> None:
+    """What the configuration tells and a few tokens would not: log-probs that depend on the rest of the batch."""
+    name, config = type(module).__name__, module.config
+    if rope := sorted(_rope_types(module) & {"dynamic", "longrope"}):
+        raise attention_interface.Impossible(
+            f"{name} has {rope[0]} rotary embeddings, which change with the longest row of a batch, so "
+            "log-probs would depend on what else is in it. Load it with rope_type 'default', 'linear', 'yarn' or 'llama3'."
+        )
+    if getattr(config, "rescale_every", 0):
+        raise attention_interface.Impossible(
+            f"{name} divides its weights in place when it runs (rescale_every is {config.rescale_every}), and so would "
+            "change the parameters. Set rescale_every in its config to 0."
+        )
+    if sparse := sorted(
+        _layer_types(module) & {"indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"}
+    ):
+        raise attention_interface.Impossible(
+            f"{name} has layers of type {', '.join(sparse)}, which choose a few keys by a score. Among equal scores the "
+            "choice changes with the length of the batch's rows, so log-probs would depend on what else is in it."
+        )
+    if "lsh" in (getattr(config, "attn_layers", None) or ()):
+        raise attention_interface.Impossible(
+            f"{name} has layers of type lsh, which choose keys by random hashes, also in evaluation mode, once a row is "
+            f"longer than lsh_attn_chunk_length ({config.lsh_attn_chunk_length}). Only attn_layers of type local can be used."
+        )
+
+
+def _refuse_what_cannot_be_packed(module: Any) -> None:
+    """What mixes packed sequences only from some length on, so that short probes cannot see it."""
+    name = type(module).__name__
+    # A pattern that chooses among many tokens chooses all of a few.
+    if strange := sorted(
+        _layer_types(module) - {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+    ):
         raise ValueError(
             f"{name} has layers of type {', '.join(strange)}, which do not know where a packed sequence ends."
         )
-    return skeleton
+    # Their scale grows with the place on the packed axis, in steps of floor_scale tokens: it is 1 for the first of them.
+    if any(
+        getattr(child, "attn_temperature_tuning", False) and not getattr(child, "use_rope", True)
+        for child in module.modules()
+    ):
+        raise ValueError(
+            f"{name} has layers without rotary positions whose attn_temperature_tuning counts tokens from the start of the "
+            "packed axis and not of a sequence."
+        )
+
+
+def _layer_types(module: Any) -> set[str]:
+    return set(getattr(module.config.get_text_config(), "layer_types", None) or [])
 
 
 def _rope_types(module: nn.Module) -> set[str]:

@@ -25,7 +25,8 @@ PACKED = {
     "experts": "qwen3_moe",
     "latent attention": "deepseek_v3",
     "a sliding window": "gemma3_text",
-    "chunks of attention, layers without positions, temperature tuning": "llama4_text",
+    "chunks of attention, layers without positions": "llama4_text",
+    "a sliding window, without positions": "smollm3",
     "softcaps": "gemma2",
     "sinks": "gpt_oss",
     "QK-norm": "qwen3",
@@ -47,15 +48,20 @@ LAYOUTS = {
     "padded": fnppo.pad_sequences,
     "shared": partial(fnppo.pack_sequences, share_prefixes=True),
 }
-CONFIG = {"llama4_text": {"attn_temperature_tuning": True, "floor_scale": 2, "attn_scale": 0.7}}
+CONFIG = {"llama4_text": {"attn_temperature_tuning": False}}
+TUNED = {"attn_temperature_tuning": True, "floor_scale": 2, "attn_scale": 0.7}
 BATCHES = padded_batches(vocab_size=VOCAB, max_rows=3, max_length=10)
 
 
 @cache
 def subject(architecture):
     """(module, policy, params), in float64."""
+    return made(architecture, **CONFIG.get(architecture, {}))
+
+
+def made(architecture, **config):
     with float64_everywhere():
-        module = tiny_causal_lm(architecture, vocab_size=VOCAB, **CONFIG.get(architecture, {})).double()
+        module = tiny_causal_lm(architecture, vocab_size=VOCAB, **config).double()
         return module, *fnppo.functional_policy(module.requires_grad_(False))
 
 
@@ -104,9 +110,42 @@ def test_mechanism_that_cannot_be_packed(mechanism, batch):
             fnppo.forward_logprobs(params, LAYOUTS[layout](batch), policy=policy, temperature=0.8)
 
 
+@settings(max_examples=4)
+@given(batch=BATCHES)
+def test_a_temperature_that_grows_with_the_place_on_the_axis_is_not_packed(batch):
+    """Llama 4 scales queries by the place on the axis, in steps of floor_scale tokens: padded only."""
+    module, policy, params = subject_with_temperature()
+    assert [layer.self_attn.use_rope for layer in module.model.layers] == [1, 0]
+    check(module, policy, params, fnppo.pad_sequences, batch)
+    for layout in ("packed", "shared"):
+        with pytest.raises(ValueError, match="Llama4ForCausalLM has layers without rotary.*Use pad_sequences"):
+            fnppo.forward_logprobs(params, LAYOUTS[layout](batch), policy=policy, temperature=0.8)
+
+
+@cache
+def subject_with_temperature():
+    return made("llama4_text", **TUNED)
+
+
+def test_a_temperature_is_not_packed_however_long_its_steps_are():
+    """As in the published models: steps of 8192 tokens, which no short probe reaches."""
+    policy, _ = fnppo.functional_policy(tiny_causal_lm("llama4_text"))
+    assert "attn_temperature_tuning" in str(policy.padded_only)
+    policy, _ = fnppo.functional_policy(tiny_causal_lm("llama4_text", no_rope_layers=[1, 1]))
+    assert policy.padded_only is None  # layers with rotary positions have no temperature
+
+
+def test_every_kind_of_layer_is_there():
+    for architecture in ("qwen2", "qwen3", "smollm3"):
+        assert set(tiny_causal_lm(architecture).config.layer_types) == {"full_attention", "sliding_attention"}
+    for architecture in ("llama4_text", "smollm3"):
+        assert tiny_causal_lm(architecture).config.no_rope_layers == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("architecture", "config", "reason"),
     [
+        ("reformer", {"lsh_attn_chunk_length": 64}, "layers of type lsh, which choose keys by random hashes"),
         ("bert-generation", {"is_decoder": False}, "those after it"),
         ("xlnet", {}, "those after it"),
         ("deepseek_v32", {}, "choose a few keys by a score"),
@@ -160,15 +199,19 @@ def test_layers_that_cannot_be_packed_are_computed_again():
 def test_tiny_models(model, batch, layout):
     with float64_everywhere():
         policy, params = fnppo.functional_policy(model)
-    check(model, policy, params, LAYOUTS[layout], batch)
+    check(model, policy, params, LAYOUTS["padded" if policy.padded_only else layout], batch)
 
 
 def test_windows_and_chunks_are_shorter_than_rows():
     """That a wrong window could not hide: the last of eight tokens does not see the first in one local layer."""
-    for architecture, kind in (("llama4_text", "chunked_attention"), ("gemma3_text", "sliding_attention")):
+    for architecture, kind in (
+        ("llama4_text", "chunked_attention"),
+        ("gemma3_text", "sliding_attention"),
+        ("qwen2", "sliding_attention"),
+    ):
         module = tiny_causal_lm(architecture)
         assert kind in module.config.layer_types
-        config = {"layer_types": [kind], "mlp_layer_types": None, "num_hidden_layers": 1}
+        config = {"layer_types": [kind], "mlp_layer_types": None, "num_hidden_layers": 1, "no_rope_layers": [1]}
         config = {name: value for name, value in config.items() if hasattr(module.config, name)}
         local = tiny_causal_lm(architecture, **config)
         ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [9, 2, 3, 4, 5, 6, 7, 8]])

@@ -22,6 +22,8 @@ SIZES: dict[str, Any] = {
     "is_decoder": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     # windows, shorter than the rows of the tests
     "sliding_window": 4, "window_size": 4, "attention_chunk_size": 4, "use_sliding_window": True, "max_window_layers": 1,
+    # one layer with rotary positions, one without
+    "no_rope_layers": [1, 0],
     # latent attention
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "qk_head_dim": 8, "v_head_dim": 6,
     # experts
@@ -180,8 +182,9 @@ def _text_config(cls: Any) -> Any:
 
 def _sizes(cls: Any, vocab_size: int) -> dict[str, Any]:
     """The entries of `SIZES` that the configuration has, and one layer of each kind."""
-    default = cls()
-    names = set(default.to_dict())
+    names = set(cls().to_dict())
+    # Windows that are off by default: with them the layers are of two types.
+    default = cls(**{name: SIZES[name] for name in ("use_sliding_window", "sliding_window") if name in names})
     sizes = {name: value for name, value in SIZES.items() if name in names}
     sizes |= {name: vocab_size for name in ("vocab_size", "unpadded_vocab_size") if name in names}
     if "kv_lora_rank" in names:  # latent attention has no grouped queries
