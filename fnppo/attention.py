@@ -20,6 +20,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -336,7 +337,7 @@ def _boundaries(
     queries, keys, gather = segments.packed
     kept = [i for i, length in enumerate(queries) if length > 0]
     if gather is not None:
-        starts = [sum(keys[:i]) for i in range(len(keys))]
+        starts = [0, *accumulate(keys)]
         places = [torch.arange(starts[i], starts[i] + keys[i], device=key.device) for i in kept]
         key, value = (x.index_select(0, gather[torch.cat(places)]) for x in (key, value))
     cu_q, cu_k = (

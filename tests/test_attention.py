@@ -241,6 +241,31 @@ def test_segments_that_continue_others(backend, asked):
     assert_close(ours, reference, rtol=1e-10, atol=1e-10)
 
 
+def test_the_boundaries_of_many_segments_take_linear_time():
+    """They are made anew in each layer."""
+
+    class Length(int):
+        """A length that counts how often it is added."""
+
+        additions = 0
+
+        def __add__(self, other):
+            Length.additions += 1
+            return Length(int(self) + int(other))
+
+        __radd__ = __add__
+
+    n = 100
+    lengths = tuple(Length(1) for _ in range(n))
+    segments = segments_of(packed([1] * n))
+    segments = segments._replace(packed=segments.packed._replace(keys=lengths, gather=torch.arange(n)))
+    places = torch.arange(float(n))[:, None, None]
+    key, _, _, cu_k, _, _ = module._boundaries(places, places, segments)
+    assert torch.equal(key, places)
+    assert cu_k.tolist() == list(range(n + 1))
+    assert Length.additions <= 4 * n
+
+
 @pytest.mark.parametrize("chunk", [None, 2, 3])
 def test_the_cuda_kernels_get_the_keys_of_the_whole_line(chunk):
     """What they are given, walked through by hand: causality aligned at the end of a segment gives the definition."""
