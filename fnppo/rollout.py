@@ -53,7 +53,8 @@ def generate(
         `groups` holding the number of the prompt.
 
     Raises:
-        ValueError: a prompt is empty, or a number is out of range.
+        ValueError: a prompt is empty, a number is out of range, or the policy reads padded batches only, since its model may
+            read the padding that stands before short prompts.
 
     >>> from fnppo import functional_policy
     >>> from fnppo.testing import tiny_llama
@@ -65,6 +66,12 @@ def generate(
     (torch.Size([6, 6]), tensor([0, 0, 0, 1, 1, 1]))
     """
     check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
+    if policy.padded_only is not None:
+        raise ValueError(
+            f"generate cannot sample from this policy: {policy.padded_only} Prompts of several lengths are padded on the left, "
+            "and such a model may read the padding. Sample with an inference engine, or with the model's own generate and "
+            "prompts of one length, and make the batch with padded_batch."
+        )
     check_number("temperature", temperature, above=0, remedy="For the most probable tokens, use greedy=True.")
     for name, value in (("max_new_tokens", max_new_tokens), ("num_responses", num_responses)):
         check_count(name, value, least=1, remedy="A row is a prompt with a response.")

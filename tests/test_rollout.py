@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import fnppo
 from fnppo.rollout import generate
+from fnppo.testing import tiny_causal_lm
 
 
 def tiny(family):
@@ -149,3 +150,23 @@ def test_the_pad_token_is_never_read_and_no_end_is_no_end():
     assert torch.equal(batch.old_logprobs, other.old_logprobs)
     assert bool((other.input_ids[~other.attention_mask] == -1).all())
     assert torch.equal(sample(eos_token_id=None).input_ids, sample(eos_token_id=()).input_ids)
+
+
+@pytest.mark.parametrize("architecture", ["rwkv", "bart", "mamba"])
+def test_a_policy_that_cannot_be_packed_is_not_sampled(architecture):
+    """Its model reads the padding before a short prompt: log-probs would be wrong by nats, with no error."""
+    policy, params = fnppo.functional_policy(tiny_causal_lm(architecture))
+    with pytest.raises(ValueError, match="generate cannot sample from this policy: .*ForCausalLM.*padded_batch"):
+        generate(params, PROMPTS, policy=policy, max_new_tokens=2, seed=0, eos_token_id=None)
+
+
+def test_the_way_out_for_a_policy_that_cannot_be_packed():
+    """The model's own generate on prompts of one length, then padded_batch."""
+    module = tiny_causal_lm("mamba")
+    policy, params = fnppo.functional_policy(module)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    rows = module.generate(torch.tensor(prompts), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    batch = fnppo.padded_batch(prompts, rows[:, 3:].tolist())
+    stats = fnppo.compute_logprobs(params, batch, policy=policy, temperature=1.0, max_tokens=100, layout=fnppo.padded)
+    own = module(rows).logits.log_softmax(-1)[:, 2:-1].gather(-1, rows[:, 3:, None])[..., 0]
+    assert_close(stats.logprobs[:, 3:], own, rtol=0, atol=2e-5)
