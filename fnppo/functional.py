@@ -82,7 +82,7 @@ def _choose(module: Any, attention: Attention, params: Params) -> Policy:
         policy = Policy(_skeleton(module, packed=True).eval(), head, attention, None, own)
         check_against(module, policy, params)
         return policy
-    except attention_interface.Impossible:
+    except (attention_interface.Impossible, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # a model may fail in any way on what it does not know
         if attention is not choose_attention:

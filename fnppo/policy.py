@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -79,10 +80,19 @@ class Policy:
                 f"the batch is packed, and the model can read padded ones only: {self.padded_only} Use pad_sequences "
                 "(layout=padded)."
             )
+        if inside_transform():
+            return {"input_ids": inputs.input_ids}
         mask = inputs.attention_mask
-        if not inside_transform() and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             raise ValueError(
                 "the batch has padding on the left of a token, which the model would read. pad_sequences has it on the right."
+            )
+        wrong = mask & (inputs.position_ids != torch.arange(mask.shape[1], device=mask.device))
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"row {row} has position {int(inputs.position_ids[row, column])} in column {column}, and the model, which "
+                "counts its positions itself, would take it for the column's number. Count from 0, as pad_sequences does."
             )
         return {"input_ids": inputs.input_ids}
 

@@ -266,6 +266,42 @@ def test_padding_before_a_token_is_refused_where_it_would_be_read():
         policy.hidden_states(params, inputs)
 
 
+def test_positions_that_the_model_would_not_read_are_refused():
+    """A model that counts positions itself would ignore these."""
+    policy, params = functional_policy(tiny_causal_lm("bloom"))
+    inputs = fnppo.PaddedInputs(tensor([[1, 2, 3]] * 2), tensor([[0, 1, 2], [0, 5, 9]]), torch.ones(2, 3).bool())
+    with pytest.raises(ValueError, match="row 1 has position 5 in column 1.*Count from 0"):
+        policy.hidden_states(params, inputs)
+    missing = inputs._replace(attention_mask=tensor([[True] * 3, [True, False, False]]))
+    assert policy.hidden_states(params, missing).isfinite().all()  # what stands in the padding is never read
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_out_of_memory_says_nothing_about_packing(error):
+    """A model that ran out of memory on packed tokens is not one that cannot read them."""
+    module = copy.deepcopy(tiny("llama"))
+    module.model.layers[0].mlp.act_fn = Exhausted(error)
+    with pytest.raises(error, match="no memory left"):
+        functional_policy(module)
+
+
+class Exhausted(nn.Module):
+    """Has no memory for the first of its inputs, packed tokens, and has some for the others."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.left = error, [1]
+
+    def forward(self, x):
+        if self.left:
+            self.left.clear()
+            raise self.error("no memory left")
+        return nn.functional.silu(x)
+
+    def __deepcopy__(self, memo):  # the policy has a copy of the module
+        return self
+
+
 def test_a_backend_that_was_chosen_is_never_dropped():
     """Where the attention that the caller wants cannot be used, there is no policy with another."""
     with pytest.raises(ValueError, match="Bloom.*interface"):
