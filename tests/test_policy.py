@@ -1,6 +1,7 @@
 """functional_policy: purity, heads, tied weights, modes, and models that are refused by name."""
 
 import copy
+import dataclasses
 from functools import cache
 
 import pytest
@@ -13,6 +14,8 @@ from torch.testing import assert_close
 
 import fnppo
 from fnppo import functional_policy
+from fnppo.attention import choose_attention, varlen_attention
+from fnppo.self_checks import _in_float32
 from fnppo.testing import float64_everywhere, padded_batches, tiny_causal_lm
 
 FAMILIES = ["llama", "tied", "gpt2", "mistral", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
@@ -338,6 +341,59 @@ def test_a_head_that_was_misread_is_refused():
     module.config.logits_scaling = 2.0  # the model itself does not scale
     with pytest.raises(ValueError, match="packed logits differ from the model's own"):
         functional_policy(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.2, 1.01])
+def test_a_head_that_was_misread_by_little_is_refused_in_any_precision(dtype, scale):
+    """Half precision's roundings, large in a deep model, must not hide it."""
+    import transformers
+
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * scale
+            return output
+
+    module = Scaled(tiny("llama").config)
+    module.load_state_dict(tiny("llama").state_dict())
+    with pytest.raises(ValueError, match="Scaled.* logits differ from the model's own"):
+        functional_policy(module.to(dtype))
+
+
+def test_half_precision_with_hidden_states_in_float32():
+    """Their dtype does not say how the layers round."""
+    module = tiny_causal_lm("falcon_mamba").to(torch.bfloat16)
+    policy, params = functional_policy(module)
+    inputs = fnppo.PaddedInputs(tensor([[1, 2]]), tensor([[0, 1]]), tensor([[True, True]]))
+    assert policy.hidden_states(params, inputs).dtype == torch.float32
+
+
+def test_a_model_that_insists_on_half_precision_is_compared_in_it_and_says_so():
+    module = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    module.model.layers[0].mlp.act_fn = OnlyHalf()
+    with pytest.warns(UserWarning, match="LlamaForCausalLM does not run in float32 .*no kernel"):
+        policy, _ = functional_policy(module)
+    assert policy.padded_only is None
+    module.config.logits_scaling = 2.0
+    with pytest.raises(ValueError, match="packed logits differ"):
+        functional_policy(module)
+
+
+def test_kernels_for_half_precision_alone_give_way_where_float32_decides():
+    policy, params = functional_policy(copy.deepcopy(tiny("llama")).to(torch.bfloat16))
+    flash = dataclasses.replace(policy, attention=varlen_attention, sampling_attention="flash_attention_2")
+    wide, copies = _in_float32(flash, params)
+    assert (wide.attention, wide.sampling_attention) == (choose_attention, "eager")
+    assert {value.dtype for value in copies.values()} == {torch.float32}
+    assert all(value.dtype == torch.bfloat16 for value in params.values())
+
+
+class OnlyHalf(nn.Module):
+    def forward(self, x):
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError(f"no kernel for {x.dtype}")
+        return nn.functional.silu(x)
 
 
 def test_an_attention_that_was_misread_is_refused():
