@@ -862,3 +862,49 @@ def test_other_kinds():
         wrong = {name: torch.full((2,), 1.5)}
         refused(lambda: fnppo.ppo_loss(forward(laid), laid.targets, **wrong), name, (2,), "Give a number")
     assert fnppo.linear(1.0, 0.0, steps=4)(2).item() == 0.5  # a step that is an int is no fault
+
+
+# The words of what else is refused, to the letter.
+
+
+def test_plans_name_what_is_wrong():
+    refused(lambda: fnppo.plan_shared_microbatches([3], {(1,): [-1]}, max_tokens=5), "a row of groups is -1")
+    refused(lambda: fnppo.plan_shared_microbatches([1], {(1, 2): [0]}, max_tokens=5), "row 0 has 1 tokens")
+    refused(lambda: fnppo.plan_minibatches(-1, mini_batch_size=1, num_epochs=1, seed=0), "rows is -1")
+
+
+OTHER = {"a": {"b": torch.zeros(3)}}
+TREE = {"a": {"b": torch.zeros(2)}}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [fnppo.adamw(0.1), fnppo.sgd(0.1), fnppo.sgd(0.1, momentum=0.9), fnppo.skip_nonfinite(fnppo.sgd(0.1))],
+    ids=["adamw", "sgd", "momentum", "skip"],
+)
+def test_optimizers_name_what_does_not_fit(optimizer):
+    state = optimizer.init(TREE)
+    refused(lambda: optimizer.update(OTHER, state, TREE), "a/b is (3,) on cpu in grads, (2,)")
+    refused(lambda: optimizer.update({"a": 1.0}, state, TREE), "grads has another tree")
+    refused(lambda: optimizer.update({"a": {"b": 1.0}}, state, TREE), "a/b is a float in grads, and a Tensor in params")
+    refused(lambda: optimizer.update(TREE, state, {"a": {"b": 1.0}}), "a/b is a Tensor in grads, and a float in params")
+
+
+def test_optimizer_states_name_what_does_not_fit():
+    adamw, momentum = fnppo.adamw(0.1), fnppo.sgd(0.1, momentum=0.9)
+    for name in ("first_moment", "second_moment"):
+        state = adamw.init(TREE)._replace(**{name: OTHER})
+        refused(lambda state=state: adamw.update(TREE, state, TREE), "a/b is (3,) on cpu in opt_state")
+    refused(lambda: momentum.update(TREE, momentum.init(TREE)._replace(momentum=OTHER), TREE), "in opt_state")
+    both = fnppo.chain(adamw, momentum)
+    refused(lambda: both.update(TREE, [1], TREE), "opt_state is a list, not one state for each of 2 optimizers")
+
+
+def test_unpacking_names_what_does_not_fit():
+    targets = fnppo.pack_sequences(fnppo.padded_batch([[5], [7, 8]], [[6], [9]])).targets
+    values = torch.zeros(2)
+    refused(lambda: fnppo.unpack_targets([0.0, 0.0], targets, shape=(2, 3)), "values is a list")
+    refused(lambda: fnppo.unpack_targets(values, targets, shape=(-1, 3)), "shape[0] is -1")
+    refused(lambda: fnppo.unpack_targets(values, targets, shape=(2, -1)), "shape[1] is -1")
+    refused(lambda: fnppo.unpack_targets(values, targets, shape=(1, 3)), "row")
+    refused(lambda: fnppo.unpack_targets(values, targets, shape=(2, 2)), "column")

@@ -286,3 +286,9 @@ def test_the_default_device_is_not_used(layout):
         batch.input_ids[[2, 0]].tolist(),
         batch.input_ids[1:].tolist(),
     ]
+
+
+def test_as_many_prompts_as_columns():
+    """Prompts are counted against rows, not columns, to see whether any is shared."""
+    batch = fnppo.padded_batch([[7], [7], [8], [8]], [[6], [9], [6], [9]])
+    assert pack_sequences(batch, share_prefixes=True).inputs.input_ids.tolist() == [7, 6, 9, 8, 6, 9]

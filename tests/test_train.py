@@ -374,3 +374,13 @@ def test_the_default_device_is_not_used(layout):
         assert torch.equal(a, b)
     assert differences(found[2][0], expected[2][0]) == 0.0
     assert found[2][2] == expected[2][2]
+
+
+def test_describing_an_update_has_the_defaults_of_making_it():
+    batch = fnppo.padded_batch([[1]] * 6, [[2] * n for n in (1, 2, 3, 4, 5, 6)])
+    sizes = {"mini_batch_size": 2, "max_tokens": 9}
+    plain = fnppo.describe_update(batch, **sizes)
+    assert plain == fnppo.describe_update(batch, **sizes, num_epochs=1, seed=0)
+    assert plain != fnppo.describe_update(batch, **sizes, seed=1)
+    assert "12 optimizer" not in plain
+    assert "6 optimizer steps" in fnppo.describe_update(batch, **sizes, num_epochs=2)
