@@ -908,3 +908,10 @@ def test_unpacking_names_what_does_not_fit():
     refused(lambda: fnppo.unpack_targets(values, targets, shape=(2, -1)), "shape[1] is -1")
     refused(lambda: fnppo.unpack_targets(values, targets, shape=(1, 3)), "row")
     refused(lambda: fnppo.unpack_targets(values, targets, shape=(2, 2)), "column")
+
+
+def test_masks_are_named():
+    batch = fnppo.padded_batch([[5]], [[6]])
+    twos = batch._replace(attention_mask=batch.attention_mask.long() * 2)
+    refused(lambda: fnppo.lengths(twos), "attention_mask is 2")
+    refused(lambda: fnppo.prompt_groups(twos), "attention_mask is 2")
