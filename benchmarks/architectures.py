@@ -101,8 +101,14 @@ def mechanisms(module: Any) -> str:
         name.split(".")[-1] for name, _ in module.named_parameters()
     }
 
+    def value(name: str) -> Any:
+        try:
+            return getattr(config, name, None)
+        except Exception:  # a configuration that has it once a layer says so by an error of its own
+            return "once a layer"
+
     def has(*names: str) -> bool:
-        return any(getattr(config, name, None) not in (None, False, 1.0, 1) for name in names)
+        return any(value(name) not in (None, False, 1.0, 1) for name in names)
 
     classes = {type(child).__name__.lower() for child in module.modules()}
     rope = getattr(config, "rope_parameters", None) or {}
