@@ -39,7 +39,7 @@ def grads_apart(a: Params, b: Params) -> float:
     Where all of a parameter's gradients are below a thousandth of the largest anywhere, relative to that thousandth: what
     is left of a gradient that cancels out, such as that of a key's bias, is rounding only.
     """
-    largest = {name: float(grad.abs().max()) for name, grad in b.items() if grad.numel()}
+    largest = {name: float(torch.linalg.vector_norm(grad, math.inf)) for name, grad in b.items() if grad.numel()}
     if not all(math.isfinite(size) for size in largest.values()):
         return math.inf
     floor = max(1e-3 * max(largest.values()), 1e-30)
@@ -48,7 +48,7 @@ def grads_apart(a: Params, b: Params) -> float:
 
 def apart(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference; NaN is infinite."""
-    return float((a.double() - b.double()).abs().max().nan_to_num(nan=float("inf"))) if a.numel() else 0.0
+    return float((a - b).abs_().max().nan_to_num(nan=math.inf)) if a.numel() else 0.0
 
 
 def probe_batch(vocab_size: int, *, length: int, device: torch.device, seed: int = 0) -> PaddedBatch:
