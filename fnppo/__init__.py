@@ -28,16 +28,9 @@ from fnppo.optim import (
     sgd,
     skip_nonfinite,
 )
-from fnppo.packing import (
-    lengths,
-    pack_sequences,
-    pad_sequences,
-    padded_batch,
-    prompt_groups,
-    select_rows,
-    unpack_targets,
-)
+from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
 from fnppo.policy import Policy
+from fnppo.rows import lengths, padded_batch, prompt_groups, select_rows
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
 from fnppo.train import describe_update, train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats

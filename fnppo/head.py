@@ -6,7 +6,7 @@
 For 100k targets and a vocabulary of 150k, the logits would be 60 GB in float32. Here the targets pass in chunks; the
 backward computes the logits of each chunk again, turns them into gradients and drops them.
 
-This file needs nothing of the library but its types and checks: `chunked_logprobs` can be lifted out.
+With `fnppo.logit_chunks`, this file needs nothing of the library but its types and checks: `chunked_logprobs` can be lifted out.
 """
 
 import math
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fnppo.arguments import check_count, check_device, check_floating, check_ids, check_number, check_tensor
 from fnppo.faults import Fault, refuse
+from fnppo.logit_chunks import Constants, Workspace, precise
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import TokenStats
 
@@ -75,7 +76,7 @@ def chunked_logprobs(
         chunk_size = max(1, LOGITS_PER_CHUNK // vocab)
     check_count("chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size.")
     temperature = _per_target(temperature, targets, like=hidden)
-    constants = _Constants(scale, softcap, entropy)
+    constants = Constants(scale, softcap, entropy)
     if inside_forward_mode():
         # Saved tensors of a custom Function lose outer tangents, so nested jvp would be silently wrong.
         chunks = _chunks(chunk_size, hidden, token_ids, temperature)
@@ -122,23 +123,15 @@ class LinearHead(NamedTuple):
 
     def logits(self, hidden: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens vocab"]:
         """All logits at once. The product is computed in the dtype of `hidden`, the rest in float32 or better."""
-        logits = (hidden @ self.weight.to(hidden.dtype).T).to(_precise(hidden.dtype))
+        logits = (hidden @ self.weight.to(hidden.dtype).T).to(precise(hidden.dtype))
         if self.bias is not None:
             logits = logits + self.bias
         logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-class _Constants(NamedTuple):
-    """What is not differentiated: the shape of the head, and whether the entropy is wanted."""
-
-    scale: float
-    softcap: float | None
-    entropy: bool
-
-
 def _stats(
-    constants: _Constants, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
+    constants: Constants, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One chunk. The entropy is empty when it is not wanted."""
     logits = LinearHead(weight, bias, constants.scale, constants.softcap).logits(hidden)
@@ -153,7 +146,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        constants: _Constants,
+        constants: Constants,
         chunk_size: int,
         hidden: Tensor,
         weight: Tensor,
@@ -162,9 +155,7 @@ class _ChunkedHead(torch.autograd.Function):
         temp: Tensor,
     ) -> tuple[Tensor, ...]:
         stats = (
-            partial(_stats, constants)
-            if inside_transform()
-            else _Workspace(constants, hidden, weight, chunk_size).stats
+            partial(_stats, constants) if inside_transform() else Workspace(constants, hidden, weight, chunk_size).stats
         )
         parts = [stats(h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
@@ -183,7 +174,7 @@ class _ChunkedHead(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody may differentiate these gradients in turn
             gradients = _differentiable_gradients(ctx.constants, weight, bias, chunks)
         else:
-            workspace = _Workspace(ctx.constants, hidden, weight, ctx.chunk_size)
+            workspace = Workspace(ctx.constants, hidden, weight, ctx.chunk_size)
             gradients = _fast_gradients(workspace, weight, bias, chunks, wanted=ctx.needs_input_grad[2:5])
         return (None, None, *gradients, None, None)
 
@@ -193,12 +184,12 @@ Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _differentiable_gradients(
-    constants: _Constants, weight: Tensor, bias: Tensor | None, chunks: list[tuple[Tensor, ...]]
+    constants: Constants, weight: Tensor, bias: Tensor | None, chunks: list[tuple[Tensor, ...]]
 ) -> Gradients:
     """Gradients by autograd through the definition, chunk by chunk, which any outer transform can follow."""
     shared = (weight,) if bias is None else (weight, bias)
     grad_hidden: list[Tensor] = []
-    totals = [torch.zeros_like(parameter, dtype=_precise(parameter.dtype)) for parameter in shared]
+    totals = [torch.zeros_like(parameter, dtype=precise(parameter.dtype)) for parameter in shared]
     for hidden, ids, temp, grad_logprobs, grad_entropy, _ in chunks:
 
         def chunk(
@@ -215,7 +206,7 @@ def _differentiable_gradients(
 
 
 def _fast_gradients(
-    workspace: "_Workspace",
+    workspace: Workspace,
     weight: Tensor,
     bias: Tensor | None,
     chunks: list[tuple[Tensor, ...]],
@@ -225,8 +216,8 @@ def _fast_gradients(
     """The same by formula, in the buffers of the workspace. Sums over chunks are kept in float32 or better."""
     want_hidden, want_weight, want_bias = wanted
     grad_hidden: list[Tensor] = []
-    grad_weight = torch.zeros_like(weight, dtype=_precise(weight.dtype)) if want_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=_precise(bias.dtype)) if want_bias and bias is not None else None
+    grad_weight = torch.zeros_like(weight, dtype=precise(weight.dtype)) if want_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=precise(bias.dtype)) if want_bias and bias is not None else None
     for hidden, *rest in chunks:
         grad = workspace.logit_gradients(hidden, weight, bias, *rest)
         if grad_bias is not None:
@@ -245,107 +236,19 @@ def _fast_gradients(
     )
 
 
-class _Workspace:
-    """Buffers of one chunk of logits, which all chunks use in turn.
-
-    Made anew for each chunk they would cost more than the arithmetic: the system clears every page that it hands out,
-    and blocks of this size, freed and made again, scatter over the heap until it holds many chunks.
-    """
-
-    def __init__(self, constants: _Constants, hidden: Tensor, weight: Tensor, chunk_size: int) -> None:
-        self.constants = constants
-        rows = min(chunk_size, hidden.shape[0])
-        count = 2 if constants.softcap is None else 3
-        self.buffers = [
-            torch.empty(rows, weight.shape[0], dtype=_precise(hidden.dtype), device=hidden.device) for _ in range(count)
-        ]
-
-    def stats(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`_stats` without gradients."""
-        p, logp = self.softmax(hidden, weight, bias, temperature)
-        logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
-        if not self.constants.entropy:
-            return logprobs, logprobs.new_empty(0)
-        # A product and a sum: the sum is pairwise, where a dot product of 50k terms would lose 3e-4 in float32.
-        return logprobs, p.mul_(_finite(logp)).sum(-1).neg_()
-
-    def softmax(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(p, log p) of the chunk, both in buffers."""
-        x, logp, *capped = (buffer[: hidden.shape[0]] for buffer in self.buffers)
-        if x.dtype == hidden.dtype:
-            torch.mm(hidden, weight.to(hidden.dtype).T, out=x)
-        else:
-            x.copy_(hidden @ weight.to(hidden.dtype).T)
-        if bias is not None:
-            x.add_(bias)
-        if self.constants.scale != 1.0:
-            x.mul_(self.constants.scale)
-        if self.constants.softcap is not None:
-            x.div_(self.constants.softcap).tanh_()
-            capped[0].copy_(x)
-            x.mul_(self.constants.softcap)
-        x.div_(temperature[:, None])
-        torch.ops.aten._log_softmax.out(x, -1, False, out=logp)
-        return torch.exp(logp, out=x), logp
-
-    def logit_gradients(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        temperature: Tensor,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor,
-        entropy: Tensor,
-    ) -> Tensor:
-        """Gradient of the loss in x = hidden weightᵀ + bias, in a buffer.
-
-        With z = cap(scale · x) / T, p = softmax(z), H = -Σ p log p:
-
-            ∂logprob/∂z_v = 1[v = token] - p_v        ∂H/∂z_v = -p_v (log p_v + H)
-            ∂z_v/∂x_v = scale / T · (1 - tanh²)
-        """
-        p, logp = self.softmax(hidden, weight, bias, temperature)
-        if self.constants.entropy:
-            grad = _finite(logp).mul_(grad_entropy[:, None]).add_((grad_logprobs + grad_entropy * entropy)[:, None])
-            grad.mul_(p).neg_()
-        else:
-            grad = p.mul_(-grad_logprobs[:, None])
-        grad.scatter_add_(-1, token_ids[:, None], grad_logprobs[:, None])
-        grad.mul_((self.constants.scale / temperature)[:, None])
-        if self.constants.softcap is not None:
-            tanh = self.buffers[2][: hidden.shape[0]]
-            grad.mul_(tanh.square_().neg_().add_(1))
-        return grad
-
-
-def _finite(logp: Tensor) -> Tensor:
-    """Clamps in place, where p is 0 in any precision: 0 · -inf is NaN, 0 · -10⁴ is 0."""
-    return logp.clamp_(min=-1e4)
-
-
 def _chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:
     """Slices of `size` targets; one empty slice when there is no target."""
     return list(zip(*(column.split(size) for column in columns), strict=True))
 
 
 def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    return torch.log_softmax(logits.to(_precise(logits.dtype)) / temperature[:, None], dim=-1)
+    return torch.log_softmax(logits.to(precise(logits.dtype)) / temperature[:, None], dim=-1)
 
 
 def _entropy(logp: Tensor) -> Tensor:
     """-Σ p log p with 0 log 0 = 0, in value and gradient: both factors are chosen before they meet."""
     possible = logp > -math.inf
     return -(logp.exp() * torch.where(possible, logp, 0)).sum(-1)
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> Tensor:
@@ -360,9 +263,9 @@ def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> T
         if not inside_transform() and not bool(((temperature > 0) & temperature.isfinite()).all()):
             bad = temperature[~((temperature > 0) & temperature.isfinite())].flatten()[0].item()
             raise ValueError(f"temperature is {bad}; it must be a number above 0. For greedy samples, use 1.")
-        return temperature.to(like.device, _precise(like.dtype)).expand(targets)
+        return temperature.to(like.device, precise(like.dtype)).expand(targets)
     check_number("temperature", temperature, above=0, remedy="For greedy samples, use 1.")
-    return torch.full((targets,), float(temperature), dtype=_precise(like.dtype), device=like.device)
+    return torch.full((targets,), float(temperature), dtype=precise(like.dtype), device=like.device)
 
 
 def _check_token_ids(token_ids: Tensor, targets: int, vocab: int, like: Tensor) -> None:

@@ -10,7 +10,8 @@ from functools import partial
 from typing import NamedTuple
 
 from fnppo.batching import plan_microbatches, plan_shared_microbatches
-from fnppo.packing import lengths, pack_sequences, pad_sequences, prompt_groups
+from fnppo.packing import pack_sequences, pad_sequences
+from fnppo.rows import lengths, prompt_groups
 from fnppo.types import ModelBatch, PaddedBatch
 
 

@@ -12,8 +12,9 @@ from fnppo.arguments import check_type
 from fnppo.checks import check_batch, check_model_batch, check_vocabulary
 from fnppo.head import chunked_logprobs
 from fnppo.layouts import Layout, packed
-from fnppo.packing import select_rows, unpack_targets
+from fnppo.packing import unpack_targets
 from fnppo.policy import Policy
+from fnppo.rows import select_rows
 from fnppo.types import ModelBatch, PaddedBatch, Params, TokenStats
 
 

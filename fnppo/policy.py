@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fnppo.arguments import check_device, check_tensor
-from fnppo.attention import Attention, Segments, choose_attention, chunks_of, segments_of
+from fnppo.attention import Attention, choose_attention
 from fnppo.checks import check_inputs
 from fnppo.head import LinearHead
 from fnppo.seeding import seeded
+from fnppo.segments import Segments, chunks_of, segments_of
 from fnppo.transforms import forward_order, inside_transform
 from fnppo.types import PackedInputs, PaddedInputs, Params
 

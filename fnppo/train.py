@@ -12,7 +12,7 @@ from fnppo.gradients import LossFn, accumulate_gradients
 from fnppo.layouts import Layout, packed
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import Optimizer, State, apply_updates, global_norm
-from fnppo.packing import lengths, select_rows
+from fnppo.rows import lengths, select_rows
 from fnppo.types import PaddedBatch, PyTree
 from fnppo.weights import token_mean
 

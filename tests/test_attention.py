@@ -12,15 +12,8 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 from fnppo import attention as module
-from fnppo.attention import (
-    choose_attention,
-    chunks_of,
-    flash_attention,
-    math_attention,
-    sdpa_attention,
-    segments_of,
-    varlen_attention,
-)
+from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
+from fnppo.segments import chunks_of, segments_of
 from fnppo.types import PackedInputs, PaddedInputs
 
 F64 = torch.float64

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnppo
-from fnppo import head
+from fnppo import logit_chunks
 from fnppo.head import chunked_logprobs, logits_to_stats
 
 F64 = torch.float64
@@ -254,8 +254,8 @@ def test_works_on_a_view_from_a_custom_function():
 
 def test_entropy_is_skipped_unless_asked(monkeypatch):
     """D6: no entropy is computed, and log-probs and gradients are the same."""
-    calls, original = [], head._finite
-    monkeypatch.setattr(head, "_finite", lambda *args: calls.append(1) or original(*args))
+    calls, original = [], logit_chunks._finite
+    monkeypatch.setattr(logit_chunks, "_finite", lambda *args: calls.append(1) or original(*args))
     hidden, weight, _, ids, _ = head_inputs()
     counts, grads = [], []
     for entropy in (True, False):

@@ -6,7 +6,7 @@ from test_exactness import TOLERANCE, check_layout, differences, loss_and_grads,
 from tiny import VOCAB
 
 import fnppo
-from fnppo import attention, logprobs, packing
+from fnppo import attention, logprobs, packing, segments
 
 PROMPTS, RESPONSES = [[3, 1, 4], [1], [5, 9]], [[2, 6, 5], [3, 5, 8, 9], [7]]
 
@@ -23,8 +23,8 @@ def no_block_mask(monkeypatch):
 
     def leaky(inputs):
         n = inputs.input_ids.numel()
-        return attention.Segments(
-            torch.zeros(1, n).long(), torch.arange(n)[None], attention.PackedSegments((n,), (n,), None)
+        return segments.Segments(
+            torch.zeros(1, n).long(), torch.arange(n)[None], segments.PackedSegments((n,), (n,), None)
         )
 
     monkeypatch.setattr("fnppo.policy.segments_of", leaky)

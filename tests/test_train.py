@@ -330,9 +330,9 @@ def test_the_logits_of_a_micro_batch_are_gone_before_the_next(monkeypatch):
     import gc
     import weakref
 
-    from fnppo import head
+    from fnppo import logit_chunks
 
-    alive, original = [], head._Workspace.__init__
+    alive, original = [], logit_chunks.Workspace.__init__
 
     def counted(self, *args):
         gc.collect()
@@ -341,7 +341,7 @@ def test_the_logits_of_a_micro_batch_are_gone_before_the_next(monkeypatch):
         alive.extend(weakref.ref(buffer) for buffer in self.buffers)
 
     held = []
-    monkeypatch.setattr(head._Workspace, "__init__", counted)
+    monkeypatch.setattr(logit_chunks.Workspace, "__init__", counted)
     params, loss_fn = loss_for("llama")
     batch = fnppo.token_mean(some_batch())
     fnppo.accumulate_gradients(

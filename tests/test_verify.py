@@ -130,7 +130,7 @@ def test_a_window_without_layer_types():
     ("place", "fault", "name"),
     [
         ("head", "logits", "head: logits"),
-        ("tied_weights", "grads", "tied weights"),
+        ("one_by_one", "grads", "tied weights"),
         ("remat", "remat", "remat: gradients"),
         ("micro_batches", "micro", "micro-batches: gradients"),
         ("dropout", "dropout", "dropout"),

@@ -6,7 +6,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fnppo.packing import select_rows
+from fnppo.rows import select_rows
 from fnppo.testing.differences import largest_difference
 from fnppo.types import PaddedBatch
 

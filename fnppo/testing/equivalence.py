@@ -17,7 +17,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fnppo.packing import select_rows
+from fnppo.rows import select_rows
 from fnppo.testing import causes
 from fnppo.testing.differences import largest_difference
 from fnppo.testing.perturb import fillings, other_tokens, spread, without_padding

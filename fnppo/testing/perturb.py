@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fnppo.checks import FLOAT_COLUMNS
-from fnppo.packing import select_rows
+from fnppo.rows import select_rows
 from fnppo.types import PaddedBatch
 
 

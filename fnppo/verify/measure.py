@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from fnppo.gradients import value_and_grad
 from fnppo.logprobs import forward_logprobs
-from fnppo.packing import padded_batch, select_rows
 from fnppo.policy import Policy
+from fnppo.rows import padded_batch, select_rows
 from fnppo.testing.oracle import float64_everywhere
 from fnppo.types import ModelBatch, PaddedBatch, Params, TokenStats
 

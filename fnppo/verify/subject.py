@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fnppo.layouts import Layout, padded
-from fnppo.packing import select_rows
 from fnppo.policy import Policy
+from fnppo.rows import select_rows
 from fnppo.types import ModelBatch, PaddedBatch, Params
 from fnppo.verify.measure import (
     Measured,
