@@ -35,6 +35,8 @@ def _locate(model: str) -> tuple[str, dict[str, str]]:
     """What transformers calls it: a folder or hub id, and the file in it."""
     path = _smollm2() if model == "smollm2" else Path(model)
     if path.suffix != ".gguf":
+        if model.startswith((".", "/", "~")) and not path.is_dir():
+            raise ValueError(f"there is no folder {model}. Give a folder, a .gguf file or a hub id.")
         return model, {}
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")

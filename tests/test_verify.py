@@ -231,6 +231,7 @@ def test_the_command(tmp_path):
         (["bert"], "runs at all"),
         (["gpt2", "--length", "100"], "64 positions"),
         (["quen3"], "Did you mean qwen3"),
+        (["./nowhere"], "there is no folder ./nowhere"),
         (["llama", "--device", "nonsense"], "device nonsense cannot be used"),
     ):
         found = run_command(*arguments)

@@ -74,7 +74,8 @@ def _load(model: str, dtype: torch.dtype, seed: int) -> Any:
         return load_model(model, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0][:300]
-        close = difflib.get_close_matches(model, [*causal_lms(), *classes.values()], n=3)
+        names = [] if "/" in model else [*causal_lms(), *classes.values()]
+        close = difflib.get_close_matches(model, names, n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise ValueError(
             f"{model} is no architecture that transformers has, and cannot be loaded: {reason}{hint}"
