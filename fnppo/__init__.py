@@ -1,7 +1,7 @@
 """fnppo: the policy update of RL for language models, as pure functions over parameter and optimizer-state pytrees.
 
 The files, in the order in which data flows through them: `types`, `checks`, `packing`, `weights`, `batching`,
-`layouts`; `attention`, `attention_interface`, `remat`, `policy`; `head`, `logprobs`; `kl`, `losses`, `metrics`;
+`layouts`; `attention`, `attention_interface`, `remat`, `policy`; `head`, `logprobs`; `kl`, `surrogates`, `losses`, `metrics`;
 `gradients`, `foreach`, `schedules`, `optim`, `train`. Before them stand `rollout` and `advantages`, after them
 `checkpoint`, beside them `transforms` and `testing`.
 """
@@ -15,7 +15,7 @@ from fnppo.head import LinearHead, chunked_logprobs, logits_to_stats
 from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through
 from fnppo.layouts import Layout, packed, padded, shared
 from fnppo.logprobs import compute_logprobs, forward_logprobs
-from fnppo.losses import clipped_surrogate, on_policy, ppo_loss
+from fnppo.losses import on_policy, ppo_loss
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import (
     Optimizer,
@@ -32,6 +32,7 @@ from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
 from fnppo.policy import Policy
 from fnppo.rows import lengths, padded_batch, prompt_groups, select_rows
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
+from fnppo.surrogates import clipped_surrogate
 from fnppo.train import describe_update, train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats
 from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequence_sum, token_mean, token_sum

@@ -1,7 +1,9 @@
-"""Every signature of fnppo is checked at run time, types and shapes, in all tests."""
+"""Every signature of fnppo is checked at run time, types and shapes, in all tests by day."""
 
 import os
 import sys
+from collections import Counter
+from math import ceil
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,11 +15,12 @@ collect_ignore = ["mutation.py", "mutation_report.py"]  # of a tool that only `m
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 LIBRARY = Path(__file__).parent.parent / "fnppo"
 # A mutant must be caught by what it computes, and test_malformed.py meets the library as users do: without this check.
-if PROFILE != "mutation" and "FNPPO_WITHOUT_CHECKER" not in os.environ:
+# By night it would cost a third of the examples.
+if PROFILE == "default" and "FNPPO_WITHOUT_CHECKER" not in os.environ:
     install_import_hook([f"fnppo.{file.stem}" for file in LIBRARY.glob("[!_]*.py")], "typecheck.check")
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -38,3 +41,11 @@ settings.load_profile(PROFILE)
 
 if PROFILE == "mutation":
     pytest_plugins = ["mutation"]
+
+
+def pytest_collection_modifyitems(items):
+    """A property has the examples of its profile in all: by night, the cases of a parametrized one share them."""
+    if PROFILE == "nightly":
+        cases = Counter(item.function for item in items if is_hypothesis_test(getattr(item, "function", None)))
+        for function, count in cases.items():
+            settings(max_examples=ceil(settings().max_examples / count))(function)

@@ -523,10 +523,10 @@ def test_the_loss_does_not_broadcast():
     )
     refused(lambda: fnppo.ppo_loss(stats, batch), "ModelBatch", "Targets")
     refused(lambda: fnppo.ppo_loss(stats._replace(logprobs=[0.0] * 3), batch.targets), "stats.logprobs", "list")
-    refused(
-        lambda: fnppo.clipped_surrogate(torch.zeros(3), torch.zeros(1), clip_low=0.1, clip_high=0.1, dual_clip=None),
-        "(3,)", "(1,)",
-    )  # fmt: skip
+    short = batch.targets._replace(advantages=torch.zeros(1))
+    refused(lambda: fnppo.clipped_surrogate(stats, short), "targets.advantages", "(1,)", "3 targets")
+    one = stats._replace(logprobs=torch.zeros(1))
+    refused(lambda: fnppo.clipped_surrogate(one, batch.targets), "stats.logprobs", "(1,)", "3 targets")
 
 
 @given(

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import fnppo
 from fnppo import Targets, TokenStats, on_policy, ppo_loss, straight_through, summarize
 from fnppo.kl import kl_k2, kl_k3
-from fnppo.losses import clipped_surrogate
+from fnppo.surrogates import clipped_surrogate
 from fnppo.testing import oracle_loss
 
 F64 = torch.float64
@@ -82,7 +82,7 @@ def test_on_the_edge_of_a_clip_the_gradient_is_alive():
         assert value_and_slopes([0.0], targets, clip_low=0.0, clip_high=0.0) == (-advantage, [-advantage])
     edge = tensor(math.log(2.0), dtype=F64).exp().item()
     assert value_and_slopes([math.log(2.0)], targets_of([-1.0]), dual_clip=edge) == (edge, [edge])
-    _, clips = clipped_surrogate(*torch.ones(2, 1, dtype=F64), clip_low=0.0, clip_high=0.0, dual_clip=2.0)
+    _, clips = clipped_surrogate(stats_of([1.0]), targets_of([1.0]), clip_low=0.0, clip_high=0.0, dual_clip=2.0)
     assert {clip.dtype for clip in clips.values()} == {F64}
 
 

@@ -43,10 +43,10 @@ OPTIMIZER = fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(1e-3))
 @pytest.mark.parametrize("weights", WEIGHTS)
 @given(data=st.data())
 def test_micro_batches_and_layout_do_not_change_an_update(weights, data):
-    """A13, A16, C22: three steps with Adam, whatever the token cap and the layout."""
+    """A13, A16, C22: two steps with Adam, whatever the token cap and the layout."""
     params, loss_fn = loss_for("gpt2")
-    batch = some_batch(seed=data.draw(st.integers(0, 2**32 - 1)))
-    options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 4, "weights": WEIGHTS[weights], "seed": 1}
+    batch = some_batch(rows=5, seed=data.draw(st.integers(0, 2**32 - 1)))
+    options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 3, "weights": WEIGHTS[weights], "seed": 1}
     with float64_everywhere():
         one = fnppo.update_policy(params, OPTIMIZER.init(params), batch, max_tokens=10**6, **options)
         many = fnppo.update_policy(
