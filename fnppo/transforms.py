@@ -8,14 +8,15 @@ from torch.autograd import forward_ad
 
 
 def inside_transform() -> bool:
-    """True inside `torch.func.grad`, `vjp`, `jvp`, `vmap` and whatever is built from them.
+    """True inside `torch.func.grad`, `vjp`, `jvp`, `vmap` and whatever is built from them, and while `torch.compile`
+    reads the code: where no tensor's value can be asked for.
 
     >>> inside_transform()
     False
     >>> torch.func.vmap(lambda x: x * inside_transform())(torch.ones(2))
     tensor([1., 1.])
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def derivative_order() -> int:
