@@ -573,17 +573,17 @@ def test_numbers_of_optimizers_and_schedules(make, name, bad):
 
 
 OPTIMIZERS = {
-    "adamw": fnppo.adamw(0.1),
-    "sgd": fnppo.sgd(0.1),
-    "momentum": fnppo.sgd(0.1, momentum=0.9),
-    "chain": fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(0.1)),
-    "skip": fnppo.skip_nonfinite(fnppo.adamw(0.1)),
+    "adamw": lambda: fnppo.adamw(0.1),
+    "sgd": lambda: fnppo.sgd(0.1),
+    "momentum": lambda: fnppo.sgd(0.1, momentum=0.9),
+    "chain": lambda: fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(0.1)),
+    "skip": lambda: fnppo.skip_nonfinite(fnppo.sgd(0.1)),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trees_that_do_not_belong_together(name):
-    optimizer = OPTIMIZERS[name]
+    optimizer = OPTIMIZERS[name]()
     params = {"a": torch.ones(2, 3), "b": torch.ones(3)}
     state = optimizer.init(params)
     for grads, named in (
@@ -597,8 +597,8 @@ def test_trees_that_do_not_belong_together(name):
         if name != "chain" or "meta" not in named:  # the norm of a mixture of devices is torch's to refuse
             refused(lambda: optimizer.update(grads, state, params), *named, "params")
         refused(lambda: fnppo.apply_updates(params, grads), "updates", *named)
-    others = [other.init(params) for key, other in OPTIMIZERS.items() if type(other.init(params)) is not type(state)]
-    for other in [*others, None]:
+    others = [make().init(params) for make in OPTIMIZERS.values()]
+    for other in [*(other for other in others if type(other) is not type(state)), None]:
         refused(lambda: optimizer.update(params, other, params), type(other).__name__, "init of this optimizer")
 
 
@@ -625,7 +625,7 @@ def test_losses_that_are_none():
             refused(lambda: fnppo.value_and_grad(lambda p: output(p))(params), named)
     good = lambda p, _: (p["w"].sum(), metrics)
     refused(lambda: fnppo.accumulate_gradients(good, params, []), "no micro-batch", "at least one")
-    for one in (laid_out()[0], fnppo.padded_batch([[1]], [[2]])):
+    for one in (5, laid_out()[0], fnppo.padded_batch([[1]], [[2]])):
         refused(lambda: fnppo.accumulate_gradients(good, params, one), type(one).__name__, "list")
     for leaf, named in ((torch.ones(2).long(), "int64"), ("text", "str"), (1.0, "float")):
         refused(lambda: fnppo.accumulate_gradients(good, {"w": leaf}, [0]), "params/w", named)
@@ -684,6 +684,13 @@ def test_token_ids_in_lists(bad):
     refused(lambda: sample([[1], bad]), "prompt 1", "Tokenize it first" if bad != [2**63] else "tokenizer and model")
 
 
+def test_the_largest_and_the_smallest_number_of_64_bits():
+    for number in (-(2**63), 2**63 - 1):
+        assert fnppo.padded_batch([[number]], [[]]).input_ids.tolist() == [[number]]
+    for number in (-(2**63) - 1, 2**63):
+        refused(lambda number=number: fnppo.padded_batch([[number]], [[]]), "prompts, row 0", number, "64 bits")
+
+
 def test_lists_of_rows():
     build = partial(fnppo.padded_batch, [[1], [2]], [[3], [4, 5]])
     refused(lambda: fnppo.padded_batch(None, []), "prompts is None")
@@ -702,6 +709,12 @@ def test_lists_of_rows():
 @pytest.mark.parametrize("bad", ["x", None, [0.5], [[0]], 0, [3], [-1], [True], [[0], [1, 2]], [None], [1j]])
 def test_rows_to_select(bad):
     refused(lambda: fnppo.select_rows(fnppo.padded_batch([[1]] * 3, [[2]] * 3), bad), "row")
+
+
+def test_the_row_that_is_not_there_is_named():
+    batch = fnppo.padded_batch([[1]] * 3, [[2]] * 3)
+    refused(lambda: fnppo.select_rows(batch, [0, 3]), "rows[1] is 3")
+    refused(lambda: fnppo.select_rows(batch, [1, 2, -1]), "rows[2] is -1")
 
 
 @given(data=st.data())
@@ -870,6 +883,7 @@ def test_other_kinds():
 def test_plans_name_what_is_wrong():
     refused(lambda: fnppo.plan_shared_microbatches([3], {(1,): [-1]}, max_tokens=5), "a row of groups is -1")
     refused(lambda: fnppo.plan_shared_microbatches([1], {(1, 2): [0]}, max_tokens=5), "row 0 has 1 tokens")
+    refused(lambda: fnppo.plan_microbatches([3, -1], max_tokens=5), "-1", "fnppo.lengths")
     refused(lambda: fnppo.plan_minibatches(-1, mini_batch_size=1, num_epochs=1, seed=0), "rows is -1")
 
 
@@ -877,12 +891,9 @@ OTHER = {"a": {"b": torch.zeros(3)}}
 TREE = {"a": {"b": torch.zeros(2)}}
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [fnppo.adamw(0.1), fnppo.sgd(0.1), fnppo.sgd(0.1, momentum=0.9), fnppo.skip_nonfinite(fnppo.sgd(0.1))],
-    ids=["adamw", "sgd", "momentum", "skip"],
-)
-def test_optimizers_name_what_does_not_fit(optimizer):
+@pytest.mark.parametrize("name", ["adamw", "sgd", "momentum", "skip"])
+def test_optimizers_name_what_does_not_fit(name):
+    optimizer = OPTIMIZERS[name]()
     state = optimizer.init(TREE)
     refused(lambda: optimizer.update(OTHER, state, TREE), "a/b is (3,) on cpu in grads, (2,)")
     refused(lambda: optimizer.update({"a": 1.0}, state, TREE), "grads has another tree")
@@ -898,6 +909,7 @@ def test_optimizer_states_name_what_does_not_fit():
     refused(lambda: momentum.update(TREE, momentum.init(TREE)._replace(momentum=OTHER), TREE), "in opt_state")
     both = fnppo.chain(adamw, momentum)
     refused(lambda: both.update(TREE, [1], TREE), "opt_state is a list, not one state for each of 2 optimizers")
+    refused(lambda: fnppo.global_norm({"a": {"b": 1.0}}), "tree/a/b is a float")
 
 
 def test_unpacking_names_what_does_not_fit():
