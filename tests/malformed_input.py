@@ -625,8 +625,11 @@ def test_losses_that_are_none():
             refused(lambda: fnppo.value_and_grad(lambda p: output(p))(params), named)
     good = lambda p, _: (p["w"].sum(), metrics)
     refused(lambda: fnppo.accumulate_gradients(good, params, []), "no micro-batch", "at least one")
-    for one in (5, laid_out()[0], fnppo.padded_batch([[1]], [[2]])):
+    refused(lambda: fnppo.accumulate_gradients(good, params, 5), "batches is a int")
+    for one in (laid_out()[0], fnppo.padded_batch([[1]], [[2]])):
         refused(lambda: fnppo.accumulate_gradients(good, params, one), type(one).__name__, "list")
+    refused(lambda: fnppo.accumulate_gradients(5, params, [0]), "loss_fn is a int")
+    refused(lambda: fnppo.value_and_grad(good)({"a": {"b": 1.0}}, 0), "params/a/b is float")
     for leaf, named in ((torch.ones(2).long(), "int64"), ("text", "str"), (1.0, "float")):
         refused(lambda: fnppo.accumulate_gradients(good, {"w": leaf}, [0]), "params/w", named)
         refused(lambda: fnppo.value_and_grad(good)({"w": leaf}, 0), "params/w", named)
