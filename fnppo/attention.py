@@ -29,6 +29,7 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fnppo.arguments import check_count, check_floating, check_type
 from fnppo.segments import Segments
 from fnppo.transforms import derivative_order, inside_forward_mode, inside_transform
 
@@ -41,6 +42,7 @@ def choose_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     Inside a torch.func transform: math, the only one with all derivatives. On CUDA in half precision, packed: flash-attn
     where it is installed, else torch's varlen kernel. Else: SDPA, segment by segment.
     """
+    _check(query, key, value, segments, asked.get("window"))
     if inside_transform() or inside_forward_mode():
         return math_attention(query, key, value, segments, **asked)
     for backend in (flash_attention, varlen_attention):
@@ -62,6 +64,7 @@ def math_attention(
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads tokens value_dim"]:
     """The definition: an explicit mask, quadratic in the number of tokens. Supports every transform, to any order."""
+    _check(query, key, value, segments, window)
     visible = rearrange(_visible(segments, window), "batch q k -> batch 1 q k")
     return _explicit(query, key, value, visible, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
 
@@ -82,6 +85,7 @@ def sdpa_attention(
 
     SDPA has no softcap and no sinks; segments of models that have them use the explicit formula, one at a time.
     """
+    _check(query, key, value, segments, window)
     _require(sdpa_attention, query, key, value, segments)
     special = softcap is not None or sinks is not None
     explicit = partial(_explicit, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
@@ -121,6 +125,7 @@ def varlen_attention(
     **asked: Any,
 ) -> Tensor:
     """torch's varlen kernel: all packed segments in one call, on CUDA, in half precision."""
+    _check(query, key, value, segments, window)
     _require(varlen_attention, query, key, value, segments, **asked)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -146,6 +151,7 @@ def flash_attention(
     **asked: Any,
 ) -> Tensor:
     """flash-attn's varlen kernel: all packed segments in one call, on CUDA, in half precision, with softcap."""
+    _check(query, key, value, segments, window)
     _require(flash_attention, query, key, value, segments, **asked)
     from flash_attn import flash_attn_varlen_func
 
@@ -196,6 +202,33 @@ def _explicit(
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     return F.dropout(weights, dropout, training=dropout > 0) @ value
+
+
+def _check(query: Any, key: Any, value: Any, segments: Any, window: int | None) -> None:
+    """Raise a `ValueError` where shapes or dtypes do not fit, or would be broadcast."""
+    check_type("segments", segments, Segments, "Use fnppo.segments.segments_of(inputs).")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x)
+        if x.dim() != 4 or (x.shape[0], x.shape[2]) != tuple(segments.ids.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, segments {tuple(segments.ids.shape)}; they need [batch, heads, tokens, "
+                "dim] and [batch, tokens]. Make the segments from the inputs of this forward."
+            )
+        if x.dtype != query.dtype or x.device != query.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}, query {query.dtype} on {query.device}. Give both the same of each."
+            )
+    if not (key.shape[1] == value.shape[1] and key.shape[1] and query.shape[1] % key.shape[1] == 0):
+        raise ValueError(
+            f"there are {query.shape[1]} query heads, {key.shape[1]} of keys and {value.shape[1]} of values; keys and values "
+            "need as many heads, and queries a multiple of them. Repeat the heads of keys and values."
+        )
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"queries have {query.shape[3]} dims, keys {key.shape[3]}; a score is their product. Give both as many."
+        )
+    if window is not None:
+        check_count("window", window, least=1, remedy="A token sees at least itself; None is no window.")
 
 
 def _why_not(

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fnppo
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from fnppo.rollout import generate
+from fnppo.segments import segments_of
 from fnppo.testing import padded_batches
 
 NAN, INF = math.nan, math.inf
@@ -930,3 +931,24 @@ def test_masks_are_named():
     twos = batch._replace(attention_mask=batch.attention_mask.long() * 2)
     refused(lambda: fnppo.lengths(twos), "attention_mask is 2")
     refused(lambda: fnppo.prompt_groups(twos), "attention_mask is 2")
+
+
+@pytest.mark.parametrize("backend", [fnppo.choose_attention, fnppo.math_attention, fnppo.sdpa_attention])
+def test_attention_called_by_hand(backend):
+    segments = segments_of(fnppo.pack_sequences(fnppo.padded_batch([[5], [7]], [[6], [8]])).inputs)
+    good = {"query": torch.zeros(1, 4, 4, 2), "key": torch.zeros(1, 2, 4, 2), "value": torch.zeros(1, 2, 4, 3)}
+    attend = lambda **bad: backend(**{**good, "segments": segments, "scaling": 1.0, **bad})
+    assert attend().shape == (1, 4, 4, 3)
+    for name in good:
+        refused(lambda: attend(**{name: torch.zeros(1, 2, 3, 2)}), f"{name} has shape (1, 2, 3, 2)", "(1, 4)")
+        refused(lambda: attend(**{name: torch.zeros(2, 4, 2)}), f"{name} has shape (2, 4, 2)")
+        refused(lambda: attend(**{name: good[name].long()}), f"{name} has dtype torch.int64")
+        refused(lambda: attend(**{name: None}), f"{name} is a NoneType")
+    for name in ("key", "value"):
+        refused(lambda: attend(**{name: good[name].double()}), f"{name} is torch.float64 on cpu, query torch.float32")
+        refused(lambda: attend(**{name: torch.zeros(1, 1, 4, 2)}), "4 query heads")
+    refused(lambda: attend(query=torch.zeros(1, 3, 4, 2)), "3 query heads, 2 of keys")
+    refused(lambda: attend(key=torch.zeros(1, 2, 4, 3)), "queries have 2 dims, keys 3")
+    refused(lambda: attend(segments=None), "segments is a NoneType", "segments_of")
+    for window in (0, -1, 1.5):
+        refused(lambda: attend(window=window), f"window is {window}", "at least 1")
