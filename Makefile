@@ -25,7 +25,7 @@ demo: $(VENV)/.demo
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -vv -n 2 -m core --durations=0 tests
 
-# Every mutant of the modules in pyproject.toml, and every survivor against tests/mutation_survivors.toml: an hour.
+# Every mutant of the modules in pyproject.toml, and every survivor against tests/mutation_survivors.toml: half an hour.
 mutation: $(VENV)/.mutation
 	rm -rf mutants
 	$(MUTMUT) run
