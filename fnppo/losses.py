@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnppo.arguments import check_number, check_tensor, check_type
 from fnppo.checks import check_targets
-from fnppo.kl import KLEstimator, kl_k3
+from fnppo.kl import KLEstimator, capped, kl_k3
 from fnppo.metrics import Metrics
 from fnppo.surrogates import Surrogate, check_scalar, clipped_surrogate, column
 from fnppo.types import Targets, TokenStats
@@ -22,7 +22,8 @@ def ppo_loss(
     surrogate: Surrogate = clipped_surrogate,
     entropy_coef: float | Tensor = 0.0,
     kl_coef: float | Tensor = 0.0,
-    kl: KLEstimator = kl_k3,
+    kl: KLEstimator | Float[Tensor, " targets"] = kl_k3,
+    kl_cap: float | Tensor | None = None,
     **numbers: Any,
 ) -> tuple[Float[Tensor, ""], Metrics]:
     """The policy-gradient objective, negated, summed with the weights of the mini-batch.
@@ -32,19 +33,21 @@ def ppo_loss(
     Args:
         stats: log-probs (and entropy, if `entropy_coef` is not 0) of the current policy, from `forward_logprobs`.
         targets: needs `loss_weights`; the columns that the surrogate reads: `old_logprobs` and `advantages` for
-            PPO's; and `ref_logprobs` if `kl_coef` is not 0.
+            PPO's; and `ref_logprobs` if `kl_coef` is not 0 and `kl` is an estimator.
         surrogate: the loss of a target, from `fnppo.surrogates` or of your own: (stats, targets, **numbers) -> (one
             loss a target, clips).
         entropy_coef, kl_coef: weights of the entropy bonus and of the KL to the reference, in nats.
-        kl: an estimator from `fnppo.kl`.
+        kl: an estimator from `fnppo.kl`, or the KL of each target, such as `exact_kl` gives.
+        kl_cap: the largest KL of a target; there its gradient is 0. None is no cap.
         **numbers: those of the surrogate: `clip_low=0.2`, `clip_high=0.2` and `dual_clip=3.0` for PPO's.
 
     Returns:
         The loss (a scalar that adds up over micro-batches), and its metrics: `loss`, `policy_loss` (without entropy
-        and KL in it), `entropy`, `kl` (where there is a reference), one `..._fraction` for each clip of the surrogate,
-        such as `clip_low_fraction`, `clamped_fraction` (share of tokens whose policy gradient a clip has removed),
-        `tokens`, `rows`; and where there are `old_logprobs`: `approx_kl` (k3 of the old policy against the current
-        one), `ratio_mean`, `ratio_min`, `ratio_max`.
+        and KL in it), `entropy`, `kl` (where there is a reference or `kl` is a tensor), `kl_capped_fraction` (share of
+        tokens whose KL gradient the cap has removed), one `..._fraction` for each clip of the surrogate, such as
+        `clip_low_fraction`, `clamped_fraction` (share of tokens whose policy gradient a clip has removed), `tokens`,
+        `rows`; and where there are `old_logprobs`: `approx_kl` (k3 of the old policy against the current one),
+        `ratio_mean`, `ratio_min`, `ratio_max`.
 
     Raises:
         ValueError: a column that the chosen terms need is missing, a shape does not fit, or a number is NaN or out of
@@ -58,8 +61,16 @@ def ppo_loss(
     """
     check_number("entropy_coef", entropy_coef, remedy="Use 0 for no bonus; below 0 it is a penalty.")
     check_number("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
-    for name, coefficient in (("entropy_coef", entropy_coef), ("kl_coef", kl_coef)):
-        check_scalar(name, coefficient)
+    if not isinstance(kl, Tensor) and not callable(kl):
+        raise ValueError(
+            f"kl is a {type(kl).__name__}; an estimator or a tensor is needed. Use one of fnppo.kl, or exact_kl."
+        )
+    if kl_cap is not None:
+        check_number(
+            "kl_cap", kl_cap, above=0, infinite=True, remedy="It is the largest KL of a token; None is no cap."
+        )
+    for name, number in (("entropy_coef", entropy_coef), ("kl_coef", kl_coef), ("kl_cap", kl_cap)):
+        check_scalar(name, number)
     check_targets(targets)
     check_type("stats", stats, TokenStats, "Use what forward_logprobs returned.")
     for name, values in stats._asdict().items():
@@ -87,9 +98,8 @@ def ppo_loss(
         per_token["entropy"] = stats.entropy
         if with_entropy:
             loss = loss - entropy_coef * (weights * stats.entropy).sum()
-    if with_kl or targets.ref_logprobs is not None:
-        per_token["kl"] = kl(stats.logprobs, column("ref_logprobs", targets))
-        _check_per_target("kl", per_token["kl"], targets)
+    if with_kl or targets.ref_logprobs is not None or isinstance(kl, Tensor):
+        per_token |= _kl_terms(kl, stats, targets, kl_cap)
         if with_kl:
             loss = loss + kl_coef * (weights * per_token["kl"]).sum()
 
@@ -120,6 +130,25 @@ def on_policy(targets: Targets, stats: TokenStats) -> Targets:
     tensor([-2.])
     """
     return targets._replace(old_logprobs=stats.logprobs.detach())
+
+
+def _kl_terms(
+    kl: KLEstimator | Tensor, stats: TokenStats, targets: Targets, cap: float | Tensor | None
+) -> dict[str, Tensor]:
+    """The KL of each target, and where there is a cap, 1 where it has taken the gradient away."""
+    if isinstance(kl, Tensor):
+        check_tensor("kl", kl)
+        exact, ref_logprobs = kl, stats.logprobs  # which is not read
+        kl = lambda *_: exact  # noqa: E731
+    else:
+        ref_logprobs = column("ref_logprobs", targets)
+    if cap is None:
+        values, counted = kl(stats.logprobs, ref_logprobs), {}
+    else:
+        values, over = capped(kl, stats.logprobs, ref_logprobs, cap=cap)
+        counted = {"kl_capped_fraction": over.to(stats.logprobs.dtype)}
+    _check_per_target("kl", values, targets)
+    return {"kl": values} | counted
 
 
 def _check_per_target(name: str, values: Tensor, targets: Targets) -> None:

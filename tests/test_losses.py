@@ -1,6 +1,7 @@
 """The PPO loss: hand-computed values, gradients, terms, metrics, and what it refuses."""
 
 import math
+from inspect import unwrap
 
 import pytest
 import torch
@@ -159,6 +160,57 @@ def test_kl_is_added(d, value):
     parts = sum(ppo_loss(TokenStats(logprobs.logprobs[s]), rows_of(one, s), kl_coef=1.0, kl=kl_k2)[0] for s in HALVES)
     assert whole.item() == parts.item() == pytest.approx(5.5)  # mean of 1 and 10, for one micro-batch and for two
     assert_close(*(torch.autograd.grad(x, logprobs.logprobs, retain_graph=True) for x in (whole, parts)))
+
+
+def test_a_kl_that_is_capped_is_counted():
+    """C13, C14: at d = -25 the cap takes value and gradient; the metric says so. Without it the pull is e^25."""
+    targets, stats = targets_of([0.0] * 3, ref=[0.0] * 3, weights=[1.0, 2.0, 4.0]), stats_of([-25.0, -3.0, 0.5])
+    loss, metrics = ppo_loss(stats, targets, kl_coef=0.5, kl_cap=10.0)
+    assert loss.item() == pytest.approx(0.5 * (10 + 2 * 10 + 4 * 0.106531), abs=1e-5)
+    slopes = torch.autograd.grad(loss, stats.logprobs)[0].tolist()
+    assert slopes == pytest.approx([0, 0, 0.5 * 4 * 0.393469], abs=1e-5)
+    summary = summarize(metrics)
+    assert summary["kl_capped_fraction"] == pytest.approx(2 / 3)
+    assert summary["kl"] == pytest.approx((10 + 10 + 0.106531) / 3, abs=1e-5)
+    loss, metrics = ppo_loss(stats, targets, kl_coef=0.5)
+    assert torch.autograd.grad(loss, stats.logprobs)[0][1].item() == pytest.approx(-19.0855, abs=1e-4)
+    assert "kl_capped_fraction" not in summarize(metrics)
+
+
+def test_the_kl_of_each_target_may_be_given():
+    """Then there is no reference column. It adds with the weights, is the metric, and can be capped as well."""
+    targets = targets_of([0.0, 0.0], weights=[1.0, 2.0])
+    kl = tensor([0.5, math.inf], dtype=F64, requires_grad=True)
+    loss, metrics = ppo_loss(stats_of([0.0, 0.0]), targets, kl_coef=0.5, kl=kl, kl_cap=3.0)
+    assert loss.item() == 0.5 * (0.5 + 2 * 3)
+    assert torch.autograd.grad(loss, kl)[0].tolist() == [0.5, 0.0]
+    assert (summarize(metrics)["kl"], summarize(metrics)["kl_capped_fraction"]) == (1.75, 0.5)
+    loss, metrics = ppo_loss(stats_of([0.0, 0.0]), targets, kl=kl.detach()[:1].expand(2))
+    assert (loss.item(), summarize(metrics)["kl"]) == (0.0, 0.5)  # measured, not in the loss
+    for cap in (None, 1.0):
+        with pytest.raises(ValueError, match=r"kl gave shape \(3,\) for 2 targets"):
+            ppo_loss(stats_of([0.0, 0.0]), targets, kl=torch.zeros(3), kl_cap=cap)
+    with pytest.raises(ValueError, match="kl is a str; an estimator or a tensor is needed"):
+        unwrap(ppo_loss)(stats_of([0.0, 0.0]), targets, kl_coef=0.1, kl="k3")
+    for cap in (0.0, -1.0, math.nan, tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match="kl_cap"):
+            ppo_loss(stats_of([0.0, 0.0]), targets, kl=kl, kl_cap=cap)
+
+
+def test_a_cap_under_transforms():
+    targets = targets_of([1.0, -1.0], ref=[0.1, 0.2])
+    logprobs, caps = tensor([0.5, -3.0], dtype=F64), tensor([0.01, 0.5, 100.0], dtype=F64)
+
+    def loss(logprobs, cap, kl=kl_k3):
+        return ppo_loss(TokenStats(logprobs), targets, kl_coef=0.3, kl_cap=cap, kl=kl)[0]
+
+    assert_close(vmap(loss, (None, 0))(logprobs, caps), torch.stack([loss(logprobs, cap) for cap in caps]))
+    slopes = vmap(grad(loss, (0, 1)), (None, 0))(logprobs, caps)
+    leaf = logprobs.clone().requires_grad_()
+    assert_close(slopes[0], torch.stack([torch.autograd.grad(loss(leaf, cap), leaf)[0] for cap in caps]))
+    assert_close(slopes[1], tensor([0.3, 0.15, 0.0], dtype=F64))  # 0.3 / 2 for each token above the cap
+    of_kl = lambda kl: loss(logprobs, 0.5, kl)
+    assert_close(grad(of_kl)(tensor([0.1, 0.9], dtype=F64)), tensor([0.15, 0.0], dtype=F64))
 
 
 def test_every_term_has_the_same_normaliser():

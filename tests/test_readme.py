@@ -68,7 +68,7 @@ def test_every_metric_is_in_the_glossary():
     one = torch.ones(1)
     index = torch.zeros(1, dtype=torch.long)
     targets = fnppo.Targets(index, index, index, index, one, -one, one, -one)
-    _, metrics = fnppo.ppo_loss(fnppo.TokenStats(-one, one), targets, kl_coef=0.1, entropy_coef=0.1)
+    _, metrics = fnppo.ppo_loss(fnppo.TokenStats(-one, one), targets, kl_coef=0.1, kl_cap=1.0, entropy_coef=0.1)
     glossary = (ROOT / "docs" / "pages" / "metrics.md").read_text()
     for name in [*fnppo.summarize(metrics), "grad_norm", "steps"]:
         assert f"`{name}`" in glossary, name
