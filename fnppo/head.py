@@ -6,12 +6,13 @@
 For 100k targets and a vocabulary of 150k, the logits would be 60 GB in float32. Here the targets pass in chunks; the
 backward computes the logits of each chunk again, turns them into gradients and drops them.
 
-With `fnppo.logit_chunks`, this file needs nothing of the library but its types and checks: `chunked_logprobs` can be lifted out.
+With `fnppo.logit_chunks` and `fnppo.head_gradients`, this file needs nothing of the library but its types and checks:
+`chunked_logprobs` can be lifted out.
 """
 
 import math
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fnppo.arguments import check_count, check_device, check_floating, check_ids, check_number, check_tensor
 from fnppo.faults import Fault, refuse
+from fnppo.head_gradients import chunks, differentiable_gradients, fast_gradients
 from fnppo.logit_chunks import Constants, Workspace, precise
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import TokenStats
@@ -56,31 +58,18 @@ def chunked_logprobs(
     >>> stats.logprobs, stats.entropy
     (tensor([-0.1698]), tensor([0.5243]))
     """
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_floating(name, tensor)
-            check_device(name, tensor, "hidden", hidden)
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they need [targets, hidden] and "
-            "[vocab, hidden]. Transpose the weight, or flatten batch and sequence."
-        )
+    check_head(hidden, LinearHead(weight, bias, scale, softcap))
     targets, vocab = hidden.shape[0], weight.shape[0]
-    if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; weight has {vocab} rows. Give one bias a row.")
     _check_token_ids(token_ids, targets, vocab, hidden)
-    check_number("scale", scale, remedy="Use 1 for none.")
-    if softcap is not None:
-        check_number("softcap", softcap, above=0, remedy="None is no cap.")
     if chunk_size is None:
         chunk_size = max(1, LOGITS_PER_CHUNK // vocab)
     check_count("chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size.")
-    temperature = _per_target(temperature, targets, like=hidden)
+    temperature = one_per_target(temperature, targets, like=hidden)
     constants = Constants(scale, softcap, entropy)
     if inside_forward_mode():
         # Saved tensors of a custom Function lose outer tangents, so nested jvp would be silently wrong.
-        chunks = _chunks(chunk_size, hidden, token_ids, temperature)
-        parts = [_stats(constants, h, weight, bias, ids, t) for h, ids, t in chunks]
+        slices = chunks(chunk_size, hidden, token_ids, temperature)
+        parts = [_stats(constants, h, weight, bias, ids, t) for h, ids, t in slices]
         logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
         logprobs, entropies = _ChunkedHead.apply(constants, chunk_size, hidden, weight, bias, token_ids, temperature)
@@ -107,8 +96,8 @@ def logits_to_stats(
             f"logits has shape {tuple(logits.shape)}; it needs [targets, vocab]. Flatten batch and sequence."
         )
     _check_token_ids(token_ids, logits.shape[0], logits.shape[1], logits)
-    temperature = _per_target(temperature, logits.shape[0], like=logits)
-    logp = _log_softmax(logits, temperature)
+    temperature = one_per_target(temperature, logits.shape[0], like=logits)
+    logp = tempered_log_softmax(logits, temperature)
     logprobs = logp.gather(-1, token_ids[:, None]).squeeze(-1)
     return TokenStats(logprobs, _entropy(logp) if entropy else None)
 
@@ -157,7 +146,7 @@ class _ChunkedHead(torch.autograd.Function):
         stats = (
             partial(_stats, constants) if inside_transform() else Workspace(constants, hidden, weight, chunk_size).stats
         )
-        parts = [stats(h, weight, bias, i, t) for h, i, t in _chunks(chunk_size, hidden, ids, temp)]
+        parts = [stats(h, weight, bias, i, t) for h, i, t in chunks(chunk_size, hidden, ids, temp)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @staticmethod
@@ -170,78 +159,21 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, bias, ids, temp, entropy = ctx.saved_tensors
         if not ctx.constants.entropy:
             entropy = grad_entropy = torch.zeros_like(grad_logprobs)
-        chunks = _chunks(ctx.chunk_size, hidden, ids, temp, grad_logprobs, grad_entropy, entropy)
+        parts = chunks(ctx.chunk_size, hidden, ids, temp, grad_logprobs, grad_entropy, entropy)
         if torch.is_grad_enabled():  # somebody may differentiate these gradients in turn
-            gradients = _differentiable_gradients(ctx.constants, weight, bias, chunks)
+            unwanted = grad_entropy.new_empty(0)
+            gradients = differentiable_gradients(
+                partial(_stats, ctx.constants), weight, bias,
+                ((h, (i, t), (g, e if ctx.constants.entropy else unwanted)) for h, i, t, g, e, _ in parts),
+            )  # fmt: skip
         else:
-            workspace = Workspace(ctx.constants, hidden, weight, ctx.chunk_size)
-            gradients = _fast_gradients(workspace, weight, bias, chunks, wanted=ctx.needs_input_grad[2:5])
+            formula = Workspace(ctx.constants, hidden, weight, ctx.chunk_size).logit_gradients
+            gradients = fast_gradients(formula, weight, bias, parts, wanted=ctx.needs_input_grad[2:5])
         return (None, None, *gradients, None, None)
 
 
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""With respect to hidden, weight and bias."""
-
-
-def _differentiable_gradients(
-    constants: Constants, weight: Tensor, bias: Tensor | None, chunks: list[tuple[Tensor, ...]]
-) -> Gradients:
-    """Gradients by autograd through the definition, chunk by chunk, which any outer transform can follow."""
-    shared = (weight,) if bias is None else (weight, bias)
-    grad_hidden: list[Tensor] = []
-    totals = [torch.zeros_like(parameter, dtype=precise(parameter.dtype)) for parameter in shared]
-    for hidden, ids, temp, grad_logprobs, grad_entropy, _ in chunks:
-
-        def chunk(
-            hidden: Tensor, weight: Tensor, bias: Tensor | None = None, ids: Tensor = ids, temp: Tensor = temp
-        ) -> tuple[Tensor, Tensor]:
-            return _stats(constants, hidden, weight, bias, ids, temp)
-
-        cotangents = (grad_logprobs, grad_entropy if constants.entropy else grad_entropy.new_empty(0))
-        grads = torch.func.vjp(chunk, hidden, *shared)[1](cotangents)
-        grad_hidden.append(grads[0])
-        totals = [total + grad for total, grad in zip(totals, grads[1:], strict=True)]
-    narrow = [total.to(parameter.dtype) for total, parameter in zip(totals, shared, strict=True)]
-    return torch.cat(grad_hidden), narrow[0], None if bias is None else narrow[1]
-
-
-def _fast_gradients(
-    workspace: Workspace,
-    weight: Tensor,
-    bias: Tensor | None,
-    chunks: list[tuple[Tensor, ...]],
-    *,
-    wanted: tuple[bool, bool, bool],
-) -> Gradients:
-    """The same by formula, in the buffers of the workspace. Sums over chunks are kept in float32 or better."""
-    want_hidden, want_weight, want_bias = wanted
-    grad_hidden: list[Tensor] = []
-    grad_weight = torch.zeros_like(weight, dtype=precise(weight.dtype)) if want_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=precise(bias.dtype)) if want_bias and bias is not None else None
-    for hidden, *rest in chunks:
-        grad = workspace.logit_gradients(hidden, weight, bias, *rest)
-        if grad_bias is not None:
-            grad_bias += grad.sum(0)
-        grad = grad.to(hidden.dtype)
-        if want_hidden:
-            grad_hidden.append(grad @ weight.to(hidden.dtype))
-        if grad_weight is not None and grad_weight.dtype == grad.dtype:
-            grad_weight.addmm_(grad.T, hidden)
-        elif grad_weight is not None:
-            grad_weight += grad.T @ hidden
-    return (
-        torch.cat(grad_hidden) if want_hidden else None,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-    )
-
-
-def _chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:
-    """Slices of `size` targets; one empty slice when there is no target."""
-    return list(zip(*(column.split(size) for column in columns), strict=True))
-
-
-def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+def tempered_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """log softmax(logits / temperature) over the vocabulary, in float32 or better; one temperature a target."""
     return torch.log_softmax(logits.to(precise(logits.dtype)) / temperature[:, None], dim=-1)
 
 
@@ -251,7 +183,30 @@ def _entropy(logp: Tensor) -> Tensor:
     return -(logp.exp() * torch.where(possible, logp, 0)).sum(-1)
 
 
-def _per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> Tensor:
+def check_head(hidden: Tensor, head: LinearHead, of: str = "") -> None:
+    """Raise a `ValueError` where the tensors of a head do not fit hidden states; `of` is what their names begin with."""
+    tensors = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_floating(of + name, tensor)
+            check_device(of + name, tensor, of + "hidden", hidden)
+    weight = head.weight
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
+        raise ValueError(
+            f"{of}hidden has shape {tuple(hidden.shape)}, {of}weight {tuple(weight.shape)}; they need [targets, hidden] "
+            "and [vocab, hidden]. Transpose the weight, or flatten batch and sequence."
+        )
+    vocab = weight.shape[0]
+    if head.bias is not None and head.bias.shape != (vocab,):
+        raise ValueError(
+            f"{of}bias has shape {tuple(head.bias.shape)}; {of}weight has {vocab} rows. Give one bias a row."
+        )
+    check_number(of + "scale", head.scale, remedy="Use 1 for none.")
+    if head.softcap is not None:
+        check_number(of + "softcap", head.softcap, above=0, remedy="None is no cap.")
+
+
+def one_per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -> Tensor:
     """[targets], checked: above 0 where its value can be seen, and not to be differentiated."""
     if isinstance(temperature, Tensor):
         if temperature.requires_grad:

@@ -47,6 +47,11 @@ class Workspace:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(p, log p) of the chunk, both in buffers."""
+        logp = self.log_softmax(hidden, weight, bias, temperature)
+        return torch.exp(logp, out=self.buffers[0][: hidden.shape[0]]), logp
+
+    def log_softmax(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
+        """log p of the chunk, in the second buffer."""
         x, logp, *capped = (buffer[: hidden.shape[0]] for buffer in self.buffers)
         if x.dtype == hidden.dtype:
             torch.mm(hidden, weight.to(hidden.dtype).T, out=x)
@@ -62,7 +67,7 @@ class Workspace:
             x.mul_(self.constants.softcap)
         x.div_(temperature[:, None])
         torch.ops.aten._log_softmax.out(x, -1, False, out=logp)
-        return torch.exp(logp, out=x), logp
+        return logp
 
     def logit_gradients(
         self,
@@ -80,7 +85,6 @@ class Workspace:
         With z = cap(scale · x) / T, p = softmax(z), H = -Σ p log p:
 
             ∂logprob/∂z_v = 1[v = token] - p_v        ∂H/∂z_v = -p_v (log p_v + H)
-            ∂z_v/∂x_v = scale / T · (1 - tanh²)
         """
         p, logp = self.softmax(hidden, weight, bias, temperature)
         if self.constants.entropy:
@@ -89,9 +93,13 @@ class Workspace:
         else:
             grad = p.mul_(-grad_logprobs[:, None])
         grad.scatter_add_(-1, token_ids[:, None], grad_logprobs[:, None])
+        return self.through_head(grad, temperature)
+
+    def through_head(self, grad: Tensor, temperature: Tensor) -> Tensor:
+        """From the gradient in z to that in x, in place: ∂z_v/∂x_v = scale / T · (1 - tanh²)."""
         grad.mul_((self.constants.scale / temperature)[:, None])
         if self.constants.softcap is not None:
-            tanh = self.buffers[2][: hidden.shape[0]]
+            tanh = self.buffers[2][: grad.shape[0]]
             grad.mul_(tanh.square_().neg_().add_(1))
         return grad
 
