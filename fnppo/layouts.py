@@ -7,12 +7,16 @@ models that cannot read packed sequences. The limit of tokens is on real tokens;
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import optree
+import torch
+
+from fnppo.arguments import check_type
 from fnppo.batching import plan_microbatches, plan_shared_microbatches
-from fnppo.packing import pack_sequences, pad_sequences
-from fnppo.rows import lengths, prompt_groups
-from fnppo.types import ModelBatch, PaddedBatch
+from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
+from fnppo.rows import lengths, prompt_groups, select_rows
+from fnppo.types import ModelBatch, PaddedBatch, PyTree
 
 
 class Layout(NamedTuple):
@@ -35,3 +39,30 @@ def plan_prompts(batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
 packed = Layout(plan_rows, pack_sequences)
 padded = Layout(plan_rows, pad_sequences)
 shared = Layout(plan_prompts, partial(pack_sequences, share_prefixes=True))
+
+
+def forward_rows(
+    forward: Callable[[ModelBatch], Any], batch: PaddedBatch, *, layout: Layout, max_tokens: int
+) -> PyTree:
+    """`forward` of every micro-batch, without gradients: its values of targets on [batch, seq], 0 where there is none.
+
+    >>> from fnppo.rows import padded_batch
+    >>> forward_rows(
+    ...     lambda micro_batch: micro_batch.targets.token_ids.float(), padded_batch([[5], [7, 8]], [[6], [9]]),
+    ...     layout=packed, max_tokens=3,
+    ... )
+    tensor([[0., 0., 6.],
+            [0., 0., 9.]])
+    """
+    check_type("layout", layout, Layout, "Use fnppo.packed, fnppo.shared or fnppo.padded.")
+    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
+    total: Any = None
+    for rows in layout.plan(batch, max_tokens) or [[]]:  # without rows, a micro-batch without targets
+        micro_batch = layout.lay(select_rows(batch, rows))
+        with torch.no_grad():
+            values = forward(micro_batch)
+        row_of = torch.tensor(rows, dtype=torch.long, device=batch.input_ids.device)
+        targets = micro_batch.targets._replace(rows=row_of[micro_batch.targets.rows])
+        part = optree.tree_map(partial(unpack_targets, targets=targets, shape=shape), values)
+        total = part if total is None else optree.tree_map(torch.add, total, part)
+    return total

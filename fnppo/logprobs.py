@@ -1,21 +1,14 @@
 """Log-probability and entropy of the targets of a batch under a policy, with gradients and without."""
 
-from functools import partial
-from typing import Any
-
-import optree
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fnppo.arguments import check_type
 from fnppo.checks import check_batch, check_model_batch, check_vocabulary
 from fnppo.head import chunked_logprobs
-from fnppo.layouts import Layout, packed
-from fnppo.packing import unpack_targets
+from fnppo.layouts import Layout, forward_rows, packed
 from fnppo.policy import Policy
-from fnppo.rows import select_rows
-from fnppo.types import ModelBatch, PaddedBatch, Params, TokenStats
+from fnppo.types import ModelBatch, PaddedBatch, Params, Targets, TokenStats
 
 
 def forward_logprobs(
@@ -56,10 +49,26 @@ def forward_logprobs(
     check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
     check_type("params", params, dict, "Use what functional_policy(module) returned.")
     check_model_batch(batch, vocab_size=policy.vocab_size)  # before the device has work that would be waited for
-    hidden = policy.hidden_states(params, batch.inputs)
+    hidden = policy.hidden_states(params, batch.inputs).index_select(0, batch.targets.predictors)
+    return logprobs_of_hidden(
+        hidden, params, batch.targets, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
+    )
+
+
+def logprobs_of_hidden(
+    hidden: Float[Tensor, "targets hidden"],
+    params: Params,
+    targets: Targets,
+    *,
+    policy: Policy,
+    temperature: float | Float[Tensor, "..."],
+    entropy: bool,
+    chunk_size: int | None,
+) -> TokenStats:
+    """`forward_logprobs` from the hidden states of the targets' predictors on."""
     return chunked_logprobs(
-        hidden.index_select(0, batch.targets.predictors),
-        batch.targets.token_ids,
+        hidden,
+        targets.token_ids,
         **policy.head.bind(params)._asdict(),
         temperature=temperature,
         entropy=entropy,
@@ -102,24 +111,12 @@ def compute_logprobs(
     True
     """
     check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
-    check_type("layout", layout, Layout, "Use fnppo.packed, fnppo.shared or fnppo.padded.")
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size, policy.max_positions)
-    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
-    total: Any = None  # TokenStats; None before the first micro-batch
-    with torch.no_grad():
-        for rows in layout.plan(batch, max_tokens):
-            micro_batch = layout.lay(select_rows(batch, rows))
-            stats: Any = forward_logprobs(
-                params, micro_batch, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
-            )
-            back = micro_batch.targets._replace(
-                rows=torch.tensor(rows, device=batch.input_ids.device)[micro_batch.targets.rows]
-            )
-            here: Any = stats
-            part = optree.tree_map(partial(unpack_targets, targets=back, shape=shape), here)
-            total = part if total is None else optree.tree_map(torch.add, total, part)
-    if total is None:
-        nothing = torch.zeros(shape, device=batch.input_ids.device)
-        return TokenStats(nothing, nothing.clone() if entropy else None)
-    return TokenStats(*total)
+
+    def forward(micro_batch: ModelBatch) -> TokenStats:
+        return forward_logprobs(
+            params, micro_batch, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
+        )
+
+    return forward_rows(forward, batch, layout=layout, max_tokens=max_tokens)
