@@ -56,13 +56,17 @@ def functional_policy(
     >>> policy.head.weight, params[policy.head.weight].shape
     ('lm_head.weight', torch.Size([11, 8]))
     """
-    is_module = isinstance(module, nn.Module)
-    if not is_module:
-        raise ValueError(
-            f"module is a {type(module).__name__}, no causal LM. Load one with AutoModelForCausalLM.from_pretrained(...)."
-        )
+    return functional_model(
+        module, vocabulary_head(module), attention=attention, remat=remat, train=train, dropout_seed=dropout_seed
+    )
+
+
+def functional_model(
+    module: Any, head: Head, *, attention: Attention, remat: bool, train: bool, dropout_seed: int | None
+) -> tuple[Policy, Params]:
+    """`functional_policy` for a head that has been read off the module already."""
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    policy = _choose(module, attention, params)
+    policy = _choose(module, head, attention, params)
     skeleton = _skeleton(module, packed=policy.padded_only is None).train(train)
     policy = dataclasses.replace(policy, skeleton=skeleton, dropout_seed=dropout_seed)
     if train and dropout_seed is None and is_random(policy, params):
@@ -75,9 +79,9 @@ def functional_policy(
     return policy, params
 
 
-def _choose(module: Any, attention: Attention, params: Params) -> Policy:
+def _choose(module: Any, head: Head, attention: Attention, params: Params) -> Policy:
     """The policy that packs, if the model allows it, else the one that pads; checked against the module itself."""
-    head, own = _describe_head(module), getattr(module.config, "_attn_implementation", "eager")
+    own = getattr(module.config, "_attn_implementation", "eager")
     try:
         policy = Policy(_skeleton(module, packed=True).eval(), head, attention, None, own)
         check_against(module, policy, params)
@@ -173,8 +177,13 @@ def _rope_types(module: nn.Module) -> set[str]:
     return {kind for found in kinds for kind in ([found] if isinstance(found, str) else found.values())}
 
 
-def _describe_head(module: Any) -> Head:
-    """Read the head off the module: tied weights get the name under which `named_parameters` knows them."""
+def vocabulary_head(module: Any) -> Head:
+    """Read the head off a causal LM: tied weights get the name under which `named_parameters` knows them."""
+    is_module = isinstance(module, nn.Module)
+    if not is_module:
+        raise ValueError(
+            f"module is a {type(module).__name__}, no causal LM. Load one with AutoModelForCausalLM.from_pretrained(...)."
+        )
     if not hasattr(module, "get_output_embeddings") or not hasattr(module, "base_model"):
         raise ValueError(f"{type(module).__name__} is no causal LM from transformers: it has no output embeddings.")
     linear = module.get_output_embeddings()

@@ -45,7 +45,7 @@ class Policy:
             raise ValueError(
                 "jvp of jvp through torch's layer_norm is silently wrong. Take the second derivative with jvp of grad."
             )
-        check_inputs(inputs, vocab_size=self.vocab_size, max_positions=self.max_positions)
+        check_inputs(inputs, vocab_size=self.num_embeddings, max_positions=self.max_positions)
         arguments = {"use_cache": False} | (self._own if self.padded_only else self._ours)(inputs)
         backbone = _backbone(self.skeleton)
         _check_params(self.skeleton, params, inputs)
@@ -110,6 +110,11 @@ class Policy:
     def vocab_size(self) -> int:
         """Number of logits."""
         return int(self.skeleton.get_parameter(self.head.weight).shape[0])
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of tokens that the model can read, which may be another than that of its logits."""
+        return int(self.skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
     @property
     def max_positions(self) -> int | None:

@@ -61,6 +61,11 @@ def _disagreement(name: str, policy: Policy, params: Params, *sequences: Tensor)
     logits, own = policy.head.bind(params).logits(hidden), policy.with_own_attention()
     alone = [functional_call(own, params, kwargs={"input_ids": ids[None], "use_cache": False}) for ids in sequences]
     expected = torch.cat([output.logits[0] for output in alone])
+    if logits.dim() != expected.dim():
+        return (
+            f"{name} gives one output a row, and one a token is needed. A classifier of sequences, such as a reward model, "
+            "becomes a critic when it is loaded with AutoModelForTokenClassification."
+        )
     if logits.shape != expected.shape:
         return f"{name} gives {expected.shape[-1]} logits, and its output matrix has {logits.shape[-1]} rows."
     dtypes = {value.dtype for value in params.values() if value.is_floating_point()}
@@ -80,7 +85,7 @@ def is_random(policy: Policy, params: Params) -> bool:
     device = next(iter(params.values())).device
     if device.type == "meta":
         return False
-    tokens = torch.arange(8, device=device) % policy.vocab_size
+    tokens = torch.arange(8, device=device) % policy.num_embeddings
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
