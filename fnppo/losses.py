@@ -10,7 +10,7 @@ from torch import Tensor
 from fnppo.arguments import check_number, check_tensor, check_type
 from fnppo.checks import check_targets
 from fnppo.kl import KLEstimator, capped, kl_k3
-from fnppo.metrics import Metrics
+from fnppo.metrics import Metrics, count_targets
 from fnppo.surrogates import Surrogate, check_scalar, clipped_surrogate, column
 from fnppo.types import Targets, TokenStats
 
@@ -103,11 +103,10 @@ def ppo_loss(
         if with_kl:
             loss = loss + kl_coef * (weights * per_token["kl"]).sum()
 
-    changes = (targets.rows[1:] != targets.rows[:-1]).sum() + min(targets.rows.numel(), 1)
     metrics = Metrics(
         per_step={"loss": loss.detach(), "policy_loss": policy_loss.detach()},
         per_token={name: value.detach().sum() for name, value in per_token.items()},
-        totals={"tokens": torch.tensor(targets.rows.numel(), device=targets.rows.device), "rows": changes},
+        totals=count_targets(targets),
     )
     if targets.old_logprobs is None:
         return loss, metrics
@@ -130,6 +129,35 @@ def on_policy(targets: Targets, stats: TokenStats) -> Targets:
     tensor([-2.])
     """
     return targets._replace(old_logprobs=stats.logprobs.detach())
+
+
+def add_losses(
+    first: tuple[Tensor, Metrics], second: tuple[Tensor, Metrics], *, coef: float | Tensor
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """first + coef · second, two losses of the same targets: `ppo_loss` and `value_loss` over one trunk.
+
+    Returns:
+        The loss, and the metrics of both, with `loss` the sum. Targets are counted once.
+
+    Raises:
+        ValueError: an argument is no (loss, metrics), both have a metric of one name, or coef is no finite number.
+
+    >>> one = torch.ones(())
+    >>> pair = (one, Metrics({"loss": one, "policy_loss": one})), (3 * one, Metrics({"loss": 3 * one, "value_loss": 3 * one}))
+    >>> add_losses(*pair, coef=0.5)[1].per_step
+    {'loss': tensor(2.5000), 'policy_loss': tensor(1.), 'value_loss': tensor(3.)}
+    """
+    check_number("coef", coef, remedy="It weighs the second loss.")
+    check_scalar("coef", coef)
+    for name, pair in (("first", first), ("second", second)):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], Metrics):
+            raise ValueError(f"{name} is no (loss, metrics). Give what ppo_loss or value_loss returned.")
+    loss = first[0] + coef * second[0]
+    for left, right in zip(first[1], second[1], strict=True):
+        if twice := sorted(left.keys() & right.keys() - {"loss", "tokens", "rows"}):
+            raise ValueError(f"both losses have a metric {twice[0]}, and one would be lost. Rename one.")
+    metrics = Metrics(*(left | right for left, right in zip(first[1], second[1], strict=True)))
+    return loss, metrics._replace(per_step=metrics.per_step | {"loss": loss.detach()})
 
 
 def _kl_terms(

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fnppo.types import Targets
+
 
 class Metrics(NamedTuple):
     """Sums and extremes over targets; see the head of `fnppo.metrics`. A custom loss adds keys of its own freely."""
@@ -62,6 +64,17 @@ def summarize(metrics: Metrics) -> dict[str, float]:
     extremes = metrics.minima | metrics.maxima
     summary |= {name: value.item() if value.isfinite() or tokens else float("nan") for name, value in extremes.items()}
     return summary | {name: float(value) for name, value in metrics.totals.items()}
+
+
+def count_targets(targets: Targets) -> dict[str, Tensor]:
+    """The totals of a loss: `tokens`, and `rows` that have one. Targets stand row by row.
+
+    >>> index = torch.tensor([0, 0, 2])
+    >>> count_targets(Targets(index, index, index, index))
+    {'tokens': tensor(3), 'rows': tensor(2)}
+    """
+    changes = (targets.rows[1:] != targets.rows[:-1]).sum() + min(targets.rows.numel(), 1)
+    return {"tokens": torch.tensor(targets.rows.numel(), device=targets.rows.device), "rows": changes}
 
 
 def _combine(a: dict[str, Tensor], b: dict[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:

@@ -85,6 +85,8 @@ WAYS_OUT = {
     "loss_weights": "call token_mean(batch) or a sibling once per mini-batch",
     "old_logprobs": "or state that the batch is on-policy: on_policy(targets, stats)",
     "advantages": "such as grpo_advantages gives",
+    "returns": "put those of gae_advantages into batch.extra",
+    "values": "put those of compute_values, from before the update, into batch.extra; or set clip=None",
     "ref_logprobs": "for the KL term, from compute_logprobs with the reference; or set kl_coef=0",
 }
 
