@@ -1,0 +1,184 @@
+"""Weights for tokens that another policy has sampled: an older one, or the same in an engine that rounds otherwise.
+
+The sampler reports the log-probs of what it drew, `extra["sampler_logprobs"]`; the trainer computes its own for the same
+tokens, `old_logprobs`. With ρ_t = π_old(token_t) / π_sampler(token_t):
+
+    ratios     token_ratios ρ_t,  sequence_ratios Π ρ_t,  geometric_ratios (Π ρ_t)^(1/n)       from a batch
+    weights    truncate, mask_outside, token_normalized, sequence_normalized                   from ratios
+    masks      inside, whole_rows, near_sampler, off_policy_mask                               in `fnppo.rejection`
+
+and they end in one of two places: `with_importance_weights` puts weights beside the batch, for a surrogate that multiplies
+by them; `reject` clears `loss_mask` where a mask does. Compose them as the papers do:
+
+    TIS (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training")
+        truncate(token_ratios(batch), at=2.0)
+    IcePop (arXiv:2510.18855)
+        mask_outside(token_ratios(batch), low=0.5, high=5.0)
+    MIS (Liu et al., 2025, "When speed kills stability")
+        mask_outside(sequence_ratios(batch), low=0.0, high=2.0)
+    geometric sequence mask, here over truncated token weights
+        torch.where(inside(geometric_ratios(batch), low=0.99, high=1.01), truncate(token_ratios(batch), at=2.0), 0)
+    veto: no row with a token that the trainer would hardly have drawn
+        reject(batch, whole_rows(inside(token_ratios(batch), low=1e-4, high=math.inf), batch))
+    off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556)
+        reject(batch, off_policy_mask(batch, threshold=0.1))
+
+All of it runs once for a batch, before it is split. No value is read where `loss_mask` is clear; ratios are 0 there, and
+what a mask says there is of no consequence. Sequences are rows with a learned token; what is of a row stands at each of its
+learned tokens. Both log-probs must be of the distribution that was sampled from, at its temperature. A number is a float or
+a tensor of one.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fnppo.arguments import check_floating, check_number
+from fnppo.off_policy import both_logprobs, checked_weights, or_one, row_means
+from fnppo.rejection import inside
+from fnppo.surrogates import check_scalar
+from fnppo.types import PaddedBatch
+
+
+def token_ratios(batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
+    """ρ_t = π_old(token_t) / π_sampler(token_t) at each learned token.
+
+    As weights they are biased, since the tokens before were drawn by the sampler too, but their variance is low.
+
+    Args:
+        batch: needs `old_logprobs` and `extra["sampler_logprobs"]`.
+
+    Returns:
+        In float32 or better. A ratio that is too large for a float is inf, which `truncate`, `inside` and
+        `mask_outside` take as it is meant.
+
+    Raises:
+        ValueError: a column is missing, malformed, or not finite at a learned token.
+
+    >>> from fnppo import padded_batch
+    >>> batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]])
+    >>> batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})
+    >>> token_ratios(batch)
+    tensor([[0.0000, 2.7183, 1.6487]])
+    """
+    old, sampler, mask = both_logprobs(batch)
+    return torch.where(mask, (old - sampler).exp(), 0)
+
+
+def sequence_ratios(batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
+    """Π ρ_t over the learned tokens of the row, multiplied in log space.
+
+    As weights they are unbiased; their variance grows with the length.
+
+    Args, returns, raises: as `token_ratios`.
+
+    >>> from fnppo import padded_batch
+    >>> batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]])
+    >>> batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})
+    >>> sequence_ratios(batch)
+    tensor([[0.0000, 4.4817, 4.4817]])
+    """
+    old, sampler, mask = both_logprobs(batch)
+    return torch.where(mask, (old - sampler).sum(1, keepdim=True).exp(), 0)
+
+
+def geometric_ratios(batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
+    """(Π ρ_t)^(1/n), the geometric mean over the n learned tokens of the row: a distance that does not grow with n.
+
+    For masks rather than weights, as it is no ratio of two probabilities.
+
+    Args, returns, raises: as `token_ratios`.
+
+    >>> from fnppo import padded_batch
+    >>> batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]])
+    >>> batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})
+    >>> geometric_ratios(batch)
+    tensor([[0.0000, 2.1170, 2.1170]])
+    """
+    old, sampler, mask = both_logprobs(batch)
+    return torch.where(mask, row_means(old - sampler, mask).exp(), 0)
+
+
+def truncate(weights: Float[Tensor, "batch seq"], *, at: float | Tensor) -> Float[Tensor, "batch seq"]:
+    """min(w, at). Bounds the variance, and keeps every token.
+
+    Raises:
+        ValueError: `at` is not above 0.
+
+    >>> truncate(torch.tensor([[0.0, 0.5, 4.0]]), at=2.0)
+    tensor([[0.0000, 0.5000, 2.0000]])
+    """
+    check_floating("weights", weights)
+    check_number("at", at, above=0, infinite=True, remedy="It is the largest weight, such as 2.")
+    check_scalar("at", at)
+    return torch.where(weights > at, at, weights)
+
+
+def mask_outside(
+    weights: Float[Tensor, "batch seq"], *, low: float | Tensor, high: float | Tensor
+) -> Float[Tensor, "batch seq"]:
+    """w where low <= w <= high, else 0.
+
+    Raises:
+        ValueError: `low` is below 0 or above `high`.
+
+    >>> mask_outside(torch.tensor([[0.0, 0.5, 4.0]]), low=0.5, high=2.0)
+    tensor([[0.0000, 0.5000, 0.0000]])
+    """
+    return torch.where(inside(weights, low=low, high=high), weights, 0)
+
+
+def token_normalized(weights: Float[Tensor, "batch seq"], batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
+    """w / (mean of w over the learned tokens): self-normalised weights, which leave the size of the loss as it was.
+
+    The mean is over `batch`: give the whole mini-batch, of all ranks. A token that a mask has given weight 0 counts in it.
+    Weights that are all 0 stay 0.
+
+    Raises:
+        ValueError: a weight is negative or not finite at a learned token, the batch is malformed, or shapes differ.
+
+    >>> from fnppo import padded_batch
+    >>> token_normalized(torch.tensor([[0.0, 1.0, 3.0]]), padded_batch([[1]], [[2, 3]]))
+    tensor([[0.0000, 0.5000, 1.5000]])
+    """
+    weights, mask = checked_weights(weights, batch)
+    weights = weights / or_one(
+        weights.amax() if weights.numel() else weights.sum()
+    )  # a sum of large ones could overflow
+    return weights / or_one(weights.sum() / or_one(mask.sum()))
+
+
+def sequence_normalized(weights: Float[Tensor, "batch seq"], batch: PaddedBatch) -> Float[Tensor, "batch seq"]:
+    """w / (mean over the sequences of their mean of w): the same where each sequence counts once, as with `sequence_mean`.
+
+    Raises:
+        ValueError: as `token_normalized`.
+
+    >>> from fnppo import padded_batch
+    >>> batch = padded_batch([[1], [1]], [[2, 3, 4], [5]])
+    >>> sequence_normalized(torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 3.0, 0.0, 0.0]]), batch)
+    tensor([[0.0000, 0.5000, 0.5000, 0.5000],
+            [0.0000, 1.5000, 0.0000, 0.0000]])
+    """
+    weights, mask = checked_weights(weights, batch)
+    weights = weights / or_one(weights.amax() if weights.numel() else weights.sum())
+    return weights / or_one(row_means(weights, mask).sum() / or_one(mask.any(1).sum()))
+
+
+def with_importance_weights(batch: PaddedBatch, weights: Float[Tensor, "batch seq"]) -> PaddedBatch:
+    """The batch with `extra["importance_weights"]`, which every layout carries along, for a surrogate that multiplies by it.
+
+    A token of weight 0 adds no policy loss, but is still a learned token: it counts in the divisors of `token_mean` and
+    its siblings, in the metrics, in the entropy and in the KL. So the loss of the others does not grow, and its
+    expectation stays that of the weighted sum. To take tokens out of all that, use `reject`.
+
+    Raises:
+        ValueError: as `token_normalized`.
+
+    >>> from fnppo import padded_batch
+    >>> batch = with_importance_weights(padded_batch([[1]], [[2, 3]]), torch.tensor([[0.0, 1.0, 0.0]]))
+    >>> batch.extra["importance_weights"]
+    tensor([[0., 1., 0.]])
+    """
+    weights, _ = checked_weights(weights, batch)
+    return batch._replace(extra=batch.extra | {"importance_weights": weights})
