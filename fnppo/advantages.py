@@ -1,141 +1,257 @@
-"""Advantages from rewards: group-relative (GRPO) and generalized advantage estimation (GAE)."""
+"""Advantages of responses relative to a baseline that needs no critic: one number a response, from one reward each.
 
-import warnings
+`on_every_token` gives them to the tokens. What they have in common:
+
+    groups   prompt group of each response: any integers, in any order.
+    keep     True on responses that count, such as those that were not cut off. Rejected ones are in no mean, no standard
+             deviation and no count, their rewards are never read, and their advantage is 0.
+    zeros    where all rewards of a group are equal, the advantage is exactly 0. So it is for a response alone in its
+             group, which has nothing to be compared with; there is a warning, as wrong group ids look the same
+             (`warnings.simplefilter("error")` makes it an error).
+
+All are statistics of a whole batch: compute them before it is split. Standard deviations have n - 1 in the denominator.
+Advantages are float32, or float64 like the rewards.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fnppo.arguments import check_device, check_number, check_tensor, check_whole
-from fnppo.faults import Fault, not_a_mask, not_finite, refuse
+from fnppo.arguments import check_number, check_tensor
+from fnppo.faults import Fault, refuse
+from fnppo.groups import above_lowest, group_centred, group_count, group_max, group_sum, root
+from fnppo.rewards import check_rewards, check_row_column, grouped
+
+Scale: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rewards, groups as `group_index` numbers them, rows that are kept) -> what a response's advantage is divided by: one
+number a row, or one for all."""
+
+
+def group_std(rewards: Tensor, groups: Tensor, kept: Tensor) -> Float[Tensor, " batch"]:
+    """Standard deviation of the rewards of the group (GRPO)."""
+    squares = group_sum(group_centred(rewards, groups, kept).square(), groups)
+    return root(squares / (group_count(groups, kept) - 1).clamp(min=1))
+
+
+def batch_std(rewards: Tensor, groups: Tensor, kept: Tensor) -> Float[Tensor, " batch"]:
+    """Standard deviation of all rewards of the batch (Lite PPO, arXiv:2508.08221)."""
+    return group_std(rewards, torch.zeros_like(groups), kept)
 
 
 def grpo_advantages(
-    rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, normalize: bool = True, eps: float = 1e-6
+    rewards: Shaped[Tensor, " batch"],
+    groups: Int[Tensor, " batch"],
+    *,
+    scale: Scale | None = group_std,
+    eps: float | Tensor = 1e-6,
+    keep: Shaped[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, " batch"]:
     """Reward relative to the other responses of the same prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
-        A_i = (r_i - mean of the group) / (std of the group + eps)
+        A_i = (r_i - mean of the group) / (std + eps)
 
     Args:
         rewards: one a response, finite; integers and booleans count as float32.
         groups: prompt group of each response; members need not stand together.
-        normalize: False leaves out the division (Dr. GRPO, arXiv:2503.20783).
-        eps: floor of the standard deviation (with n - 1 in its denominator).
+        scale: the std, `group_std` or `batch_std`; None divides by nothing, not even by eps.
+        eps: floor of the standard deviation.
+        keep: responses that count; all where it is None.
 
     Returns:
-        One advantage a response, exactly 0 where all rewards of a group are equal. A response alone in its group has
-        nothing to be compared with: it gets 0, with a warning, as lone groups usually mean wrong group ids.
+        One advantage a response, 0 in rejected ones.
 
     Raises:
-        ValueError: a reward is not finite or so large that its square is not, the shapes differ, or eps is not above 0.
+        ValueError: a reward is not finite or so large that its square is not, the shapes differ, scale is neither a
+            function nor None, or eps is not above 0.
 
-    >>> grpo_advantages(torch.tensor([1.0, 0.0, 10.0, 8.0]), torch.tensor([0, 0, 1, 1]))
+    >>> rewards, groups = torch.tensor([1.0, 0.0, 4.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    >>> grpo_advantages(rewards, groups)
     tensor([ 0.7071, -0.7071,  0.7071, -0.7071])
+    >>> grpo_advantages(rewards, groups, scale=batch_std)
+    tensor([ 0.2641, -0.2641,  1.0565, -1.0565])
     """
-    check_tensor("rewards", rewards)
-    check_tensor("groups", groups)
-    check_number("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-6.")
-    if rewards.shape != groups.shape or rewards.dim() != 1:
-        raise ValueError(
-            f"rewards has shape {tuple(rewards.shape)}, groups {tuple(groups.shape)}. Both need one value a row."
-        )
-    check_device("groups", groups, "rewards", rewards)
-    check_whole("groups", groups)
-    if rewards.is_complex():
-        raise ValueError(f"rewards has dtype {rewards.dtype}; a reward is a real number. Call .real on it.")
-    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
-    rewards = rewards.to(torch.promote_types(dtype, torch.float32))  # a mean of integers would be cut off
-    limit = torch.finfo(rewards.dtype).max ** 0.5 / 1e3
-    refuse(
-        Fault(~rewards.isfinite(), "the reward is {value}. Mend it or drop the row.", rewards, "row"),
-        Fault(
-            rewards.abs() > limit,
-            f"the reward is {{value}}, and squares of rewards above {limit:.1e} overflow. Scale the rewards.",
-            rewards,
-            "row",
-        ),
-    )
-    if rewards.numel() == 0:
-        return rewards.to(dtype, copy=True)
-    group, counts = groups.unique(return_inverse=True, return_counts=True)[1:]
-    if bool((counts == 1).any()):
-        row = int((counts[group] == 1).nonzero()[0])
-        warnings.warn(
-            f"row {row} is alone in group {groups[row].item()}: its advantage is 0. Check the group ids.", stacklevel=2
-        )
-
-    def over_group(values: Tensor, how: str) -> Tensor:
-        empty = values.new_zeros(counts.numel())
-        return empty.scatter_reduce(0, group, values, how, include_self=False)[group]
-
-    centred = rewards - over_group(rewards, "mean")
-    if normalize:
-        variance = over_group(centred.square(), "sum") / (counts[group] - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)
-    # Rounding of the mean would leave a residue in a group of equal rewards, and the division would blow it up.
-    equal = over_group(rewards, "amax") == over_group(rewards, "amin")
-    return torch.where(equal, 0.0, centred).to(dtype)
+    check_scale(scale, eps)
+    rewards, index, kept = grouped(rewards, groups, keep)
+    return scaled(group_centred(rewards, index, kept), rewards, index, kept, scale=scale, eps=eps)
 
 
-def gae_advantages(
-    rewards: Float[Tensor, "batch seq"],
-    values: Float[Tensor, "batch seq"],
-    loss_mask: Shaped[Tensor, "batch seq"],
+def dr_grpo_advantages(
+    rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, keep: Shaped[Tensor, " batch"] | None = None
+) -> Float[Tensor, " batch"]:
+    """GRPO without the division, which favours prompts whose rewards hardly differ (arXiv:2503.20783, section 3.1).
+
+        A_i = r_i - mean of the group
+
+    Its loss weights are those of `constant_norm`. Arguments and errors are those of `grpo_advantages`.
+
+    >>> dr_grpo_advantages(torch.tensor([1.0, 0.0, 4.0, 0.0]), torch.tensor([0, 0, 1, 1]))
+    tensor([ 0.5000, -0.5000,  2.0000, -2.0000])
+    """
+    return group_centred(*grouped(rewards, groups, keep))
+
+
+def rloo_advantages(
+    rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, keep: Shaped[Tensor, " batch"] | None = None
+) -> Float[Tensor, " batch"]:
+    """REINFORCE with the mean of the others as baseline: leave one out (arXiv:2402.14740, section 2.2).
+
+        A_i = r_i - mean of the group without i  =  n / (n - 1) · (r_i - mean of the group)
+
+    Arguments and errors are those of `grpo_advantages`.
+
+    >>> rloo_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 0]))
+    tensor([ 0.7500, -0.7500,  0.0000])
+    """
+    rewards, index, kept = grouped(rewards, groups, keep)
+    count = group_count(index, kept)
+    return group_centred(rewards, index, kept) * count / (count - 1).clamp(min=1)
+
+
+def gpg_advantages(
+    rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, keep: Shaped[Tensor, " batch"] | None = None
+) -> Float[Tensor, " batch"]:
+    """Group policy gradient: what groups without a gradient take from the mean is given back (arXiv:2504.02546, AGE).
+
+        A_i = α · (r_i - mean of the group)        α = groups / groups whose rewards differ
+
+    Groups of which no response is kept are not counted. The F_norm of the paper is 1. Arguments and errors are those of
+    `grpo_advantages`.
+
+    >>> gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    tensor([ 1., -1.,  0.,  0.])
+    """
+    rewards, index, kept = grouped(rewards, groups, keep)
+    differ = group_max(above_lowest(rewards, index, kept), index) > 0
+    count = group_count(index, kept).clamp(min=1).to(rewards.dtype)
+    share = torch.where(kept, 1 / count, 0)  # those of a group add up to 1
+    alpha = share.sum() / torch.where(differ, share, 0).sum().clamp(min=1)
+    return alpha * group_centred(rewards, index, kept)
+
+
+def opo_advantages(
+    rewards: Shaped[Tensor, " batch"],
+    groups: Int[Tensor, " batch"],
+    lengths: Shaped[Tensor, " batch"],
     *,
-    gamma: float | Tensor = 1.0,
-    lam: float | Tensor = 1.0,
-) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """Generalized advantage estimation over the learned tokens of each row (arXiv:1506.02438, eq. 16).
+    keep: Shaped[Tensor, " batch"] | None = None,
+) -> Float[Tensor, " batch"]:
+    """The baseline of least variance, if gradients grow with the length (OPO, arXiv:2505.23585, section 3).
 
-        δ_t = r_t + gamma V_{t+1} - V_t        A_t = δ_t + gamma lam A_{t+1}        return_t = A_t + V_t
-
-    where t + 1 is the next learned token of the row, and V and A are 0 after the last. Tokens between (observations,
-    tool output) and padding are skipped: their rewards and values are never read.
+        A_i = r_i - Σ_j l_j r_j / Σ_j l_j        over the group
 
     Args:
-        rewards: r_t, received for token t.
-        values: V_t, the value before token t is chosen.
-
-    Returns:
-        (advantages, returns), 0 where `loss_mask` is clear.
+        lengths: l, the number of response tokens of each row, such as `loss_mask.sum(1)`.
+        rewards, groups, keep: as in `grpo_advantages`.
 
     Raises:
-        ValueError: the shapes differ, a reward or value is not finite at a learned token, or gamma or lam is not in [0, 1].
+        ValueError: as `grpo_advantages` does, or a length is not a finite number above 0.
 
-    >>> mask = torch.tensor([[True, True, False]])
-    >>> gae_advantages(torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([[0.5, 1.0, 40.0]]), mask, lam=0.5)[0]
-    tensor([[1., 1., 0.]])
+    >>> opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([3, 1]))
+    tensor([ 0.2500, -0.7500])
     """
-    columns = {"rewards": rewards, "values": values, "loss_mask": loss_mask}
-    for name, column in columns.items():
-        check_tensor(name, column)
-        check_device(name, column, "rewards", rewards)
-        if name != "loss_mask" and not column.is_floating_point():
-            raise ValueError(f"{name} has dtype {column.dtype}; it needs floating point. Call .float() on it.")
-    if not (rewards.shape == values.shape == loss_mask.shape) or rewards.dim() != 2:
+    check_row_column("lengths", lengths, rewards)
+    rewards, index, kept = grouped(rewards, groups, keep)
+    message = "its length is {value}; a response that counts has at least one token. Reject the row with keep."
+    refuse(Fault(kept & ~((lengths > 0) & lengths.isfinite()), message, lengths, "row"))
+    lengths = torch.where(kept, lengths.to(rewards.dtype), 0)
+    above, total = above_lowest(rewards, index, kept), group_sum(lengths, index)
+    baseline = group_sum(lengths * above, index) / torch.where(total > 0, total, 1)
+    return torch.where(kept, above - baseline, 0)
+
+
+def remax_advantages(
+    rewards: Shaped[Tensor, " batch"],
+    greedy_rewards: Shaped[Tensor, " batch"],
+    *,
+    keep: Shaped[Tensor, " batch"] | None = None,
+) -> Float[Tensor, " batch"]:
+    """Reward above that of the greedy response to the same prompt (ReMax, arXiv:2310.10505, section 3).
+
+        A_i = r_i - r_greedy
+
+    Args:
+        greedy_rewards: for each row, the reward of the response that decoding without sampling gives to its prompt.
+        rewards, keep: as in `grpo_advantages`.
+
+    Raises:
+        ValueError: as `grpo_advantages` does, for both rewards.
+
+    >>> remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25]))
+    tensor([ 0.7500, -0.2500])
+    """
+    check_row_column("greedy_rewards", greedy_rewards, rewards)
+    rewards, kept = check_rewards(rewards, keep)
+    return rewards - check_rewards(greedy_rewards, kept, name="greedy reward")[0]
+
+
+def gdpo_advantages(
+    rewards: Shaped[Tensor, "batch objectives"],
+    groups: Int[Tensor, " batch"],
+    *,
+    weights: Float[Tensor, " objectives"] | None = None,
+    eps: float | Tensor = 1e-6,
+    keep: Shaped[Tensor, " batch"] | None = None,
+) -> Float[Tensor, " batch"]:
+    """Several rewards, each normalised in its group before they are added up (GDPO, arXiv:2601.05242).
+
+        a_i = Σ_k w_k · (r_ik - mean_k of the group) / (std_k of the group + eps)        A_i = a_i / (std of a + eps)
+
+    So no reward drowns out another because its numbers are larger, and responses that are good at different things stay
+    apart where their rewards have the same sum. The last division is over the batch. The paper subtracts the mean of a
+    over the batch, too: it is 0.
+
+    Args:
+        rewards: one a response and objective.
+        weights: w, one an objective; None for 1 each.
+        groups, eps, keep: as in `grpo_advantages`. A rejected response is rejected for all objectives.
+
+    Raises:
+        ValueError: as `grpo_advantages` does, or there is not one finite weight an objective.
+
+    >>> rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 8.0], [1.0, 8.0]])
+    >>> gdpo_advantages(rewards, torch.tensor([0, 0, 0, 0]))
+    tensor([-0.2061, -1.3321,  0.7691,  0.7691])
+    """
+    check_scale(group_std, eps)
+    check_tensor("rewards", rewards)
+    if rewards.dim() != 2 or not rewards.shape[1]:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it needs [batch, objectives]. Stack the rewards.")
+    weights = torch.ones(rewards.shape[1], device=rewards.device) if weights is None else weights
+    check_tensor("weights", weights)
+    if weights.shape != rewards.shape[1:]:
         raise ValueError(
-            f"shapes differ or are not [batch, seq]: rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, "
-            f"loss_mask {tuple(loss_mask.shape)}. Every column is token-aligned."
+            f"weights has shape {tuple(weights.shape)}; rewards has {rewards.shape[1]} objectives. Give each a weight."
         )
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        check_number(name, number, least=0, most=1, remedy="It discounts, and 1 does not.")
-    learned = loss_mask != 0
-    refuse(
-        not_a_mask("loss_mask", loss_mask),
-        not_finite("rewards", rewards, learned),
-        not_finite("values", values, learned),
-    )
-    loss_mask = loss_mask != 0
-    rewards, values = (torch.where(loss_mask, column, 0) for column in (rewards, values))
-    next_value = next_advantage = values.new_zeros(values.shape[0])
-    advantages: list[Tensor] = []
-    for t in reversed(range(values.shape[1])):
-        here = loss_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        advantages.append(torch.where(here, advantage, 0))
-        next_value = torch.where(here, values[:, t], next_value)
-        next_advantage = torch.where(here, advantage, next_advantage)
-    stacked = torch.stack(advantages[::-1], dim=1) if advantages else values
-    return stacked, torch.where(loss_mask, stacked + values, 0)
+    check_number("weights", weights, remedy="Use 1 for each objective.")
+    _, index, kept = grouped(rewards[:, 0], groups, keep)
+    total = torch.zeros((), device=rewards.device)
+    for weight, column in zip(weights, rewards.unbind(1), strict=True):
+        column, _ = check_rewards(column, kept)
+        total = total + weight * scaled(
+            group_centred(column, index, kept), column, index, kept, scale=group_std, eps=eps
+        )
+    return total / (root(total.square().sum() / (kept.sum() - 1).clamp(min=1)) + eps)
+
+
+def check_scale(scale: Any, eps: float | Tensor) -> None:
+    """Raise a `ValueError` where they are not as in `grpo_advantages`."""
+    if not (scale is None or callable(scale)):
+        raise ValueError(f"scale is {scale!r}; it must be a function or None. Use group_std, batch_std or None.")
+    check_number("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-6.")
+
+
+def scaled(
+    values: Tensor, rewards: Tensor, index: Tensor, kept: Tensor, *, scale: Scale | None, eps: float | Tensor
+) -> Float[Tensor, " batch"]:
+    """values / (scale + eps), or the values where there is no scale."""
+    if scale is None:
+        return values
+    std = scale(rewards, index, kept)
+    if tuple(std.shape) not in ((), tuple(values.shape)):  # it would be broadcast
+        raise ValueError(
+            f"scale gave shape {tuple(std.shape)} for {values.numel()} rows. Give one number a row, or one."
+        )
+    return values / (std + eps)
