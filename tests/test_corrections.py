@@ -363,10 +363,16 @@ CHILD = """
 import torch
 from fnppo.corrections import *
 from fnppo.corrections import inside
+from fnppo import padded_batch
+from fnppo.rejection import off_policy_mask, reject
 ratios = torch.tensor([[0.0, 0.5, 4.0]])
+batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]], advantages=[-1.0])
+batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})
 for run in (
     lambda x, n: truncate(x, at=n), lambda x, n: truncate(x, at=2.0),
     lambda x, n: mask_outside(x, low=0.1, high=n), lambda x, n: inside(x, low=0.1, high=3.0),
+    lambda x, n: token_normalized(truncate(sequence_ratios(batch._replace(old_logprobs=-x)), at=n), batch),
+    lambda x, n: reject(batch, off_policy_mask(batch._replace(old_logprobs=-x), threshold=0.1 * n)).loss_mask,
 ):
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     assert torch.equal(compiled(ratios, torch.tensor(2.0)), run(ratios, torch.tensor(2.0)))

@@ -225,14 +225,23 @@ def test_under_transforms(name):
 CHILD = """
 import torch
 from fnppo.kl import *
+from fnppo import Targets, TokenStats, ppo_loss
+from fnppo.head import LinearHead
 from fnppo.kl import capped
+from fnppo.kl_exact import chunked_kl
 lp, ref, cap = torch.tensor([-3.0, -2.5], requires_grad=True), torch.tensor([-1.0, -2.0]), torch.tensor(3.0)
+index, one = torch.arange(2), torch.ones(2)
+targets = Targets(index, index, index, index, one, -one, one, ref)
+weight, other = torch.eye(3)[:, :2], torch.ones(2, 2)
+runs = [lambda lp, cap: ppo_loss(TokenStats(lp), targets, kl_coef=0.5, kl_cap=cap)[0]]
+runs += [lambda lp, cap: chunked_kl(lp * torch.eye(2), LinearHead(weight), other, LinearHead(weight), temperature=cap)]
 for kl in (kl_k1, kl_k2, kl_k3, kl_abs, straight_through(kl_k3), importance_corrected(kl_k3, ref)):
-    for run in (lambda lp, cap: kl(lp, ref), lambda lp, cap: capped(kl, lp, ref, cap=cap)[0]):
-        compiled = torch.compile(run, fullgraph=True, backend="eager")
-        ours, expected = compiled(lp, cap), run(lp, cap)
-        assert torch.equal(ours, expected)
-        assert torch.equal(*(torch.autograd.grad(x.sum(), lp)[0] for x in (ours, expected)))
+    runs += [lambda lp, cap, kl=kl: kl(lp, ref), lambda lp, cap, kl=kl: capped(kl, lp, ref, cap=cap)[0]]
+for run in runs:
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    ours, expected = compiled(lp, cap), run(lp, cap)
+    assert torch.equal(ours, expected)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), lp)[0] for x in (ours, expected)))
 print("compiled")
 """
 

@@ -1,6 +1,7 @@
 """The KL over the vocabulary against plain Python: values, gradients, chunks, transforms, -inf, memory, models."""
 
 import math
+from inspect import unwrap
 
 import pytest
 import torch
@@ -277,9 +278,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="the reference has 6 logits, the policy 7"):
         ours(side, (ref[0], ref[1][:6], ref[2][:6]), temperature, {})
     with pytest.raises(ValueError, match="ref_hidden has 4 rows, hidden 5"):
-        fnppo.kl_exact.chunked_kl.__wrapped__(
-            side[0], LinearHead(*side[1:]), ref[0][:4], LinearHead(*ref[1:]), temperature=1.0
-        )
+        unwrap(chunked_kl)(side[0], LinearHead(*side[1:]), ref[0][:4], LinearHead(*ref[1:]), temperature=1.0)
     with pytest.raises(ValueError, match=r"ref_bias has shape \(3,\); ref_weight has 7 rows"):
         ours(side, (*ref[:2], ref[2][:3]), temperature, {})
     with pytest.raises(ValueError, match="temperature is 0"):
