@@ -88,7 +88,7 @@ def importance_corrected(kl: KLEstimator, old_logprobs: Float[Tensor, " targets"
     """ρ · kl with ρ = π / π_old: unbiased, in value and gradient, for tokens that π_old has sampled.
 
     With k1 or k3, E_old[ρ kl] = E_π[kl] = KL(π ‖ π_ref) holds for every π, hence for its gradient too, which flows through
-    ρ as well. With k3 it is the KL of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1). k2 and `straight_through` have the
+    ρ as well. With k3 it is the KL of DeepSeek-V3.2 (arXiv:2512.02556). k2 and `straight_through` have the
     right gradient only without that of ρ: do not correct them with this.
 
     Args:

@@ -84,7 +84,7 @@ def near_sampler(batch: PaddedBatch, *, most: float | Tensor, kl: KLEstimator = 
 
 
 def off_policy_mask(batch: PaddedBatch, *, threshold: float | Tensor) -> Bool[Tensor, "batch seq"]:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9): False where A_t < 0 and, in the mean over the
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): False where A_t < 0 and, in the mean over the
     learned tokens of the row, log(π_sampler / π_old) > threshold.
 
     What the policy would hardly do any more is not unlearned further; good tokens are always kept. In the paper the
