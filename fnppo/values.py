@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -174,6 +175,7 @@ def value_loss(
         )
         check_scalar("clip", clip)
         old = column("values", targets)
+        error = error + 0 * old  # so that NaN among the old values is seen, which the comparison would pass over
         bounded = torch.clamp(values.detach(), old - clip, old + clip) - returns
         clips = bounded.abs() > error.abs()
         error = torch.where(clips, bounded, error)
@@ -210,6 +212,6 @@ def explained_variance(summary: dict[str, float]) -> float:
     return 1 - left / variance if varies else math.nan
 
 
-def _check(params: Params, critic: Critic) -> None:
+def _check(params: Any, critic: Any) -> None:
     check_type("critic", critic, Critic, "Use what functional_critic(module) returned.")
     check_type("params", params, dict, "Use what functional_critic(module) returned.")
