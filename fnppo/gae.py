@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fnppo.arguments import check_number
-from fnppo.token_columns import back, learned_columns, learned_first
+from fnppo.token_columns import learned_columns, learned_first, moved, moved_back
 
 
 def gae_advantages(
@@ -45,10 +45,10 @@ def gae_advantages(
     for name, number in (("gamma", gamma), ("lam", lam)):
         check_number(name, number, least=0, most=1, remedy="It discounts, and 1 does not.")
     learned, (rewards, values) = learned_columns(loss_mask, rewards=rewards, values=values)
-    order = learned_first(learned)
-    rewards, in_order = rewards.gather(1, order), values.gather(1, order)
-    deltas = rewards + gamma * pad(in_order[:, 1:], (0, 1)) - in_order  # 0 after the last learned token
-    advantages = back(discounted_sum(deltas, gamma * lam), order)
+    places = learned_first(learned)
+    in_order = moved(values, places)
+    deltas = moved(rewards, places) + gamma * pad(in_order[:, 1:], (0, 1)) - in_order  # 0 after the last learned token
+    advantages = moved_back(discounted_sum(deltas, gamma * lam), places)
     return advantages, advantages + values
 
 
@@ -67,8 +67,8 @@ def discounted_returns(
     """
     check_number("gamma", gamma, least=0, most=1, remedy="It discounts, and 1 does not.")
     learned, (rewards,) = learned_columns(loss_mask, rewards=rewards)
-    order = learned_first(learned)
-    return back(discounted_sum(rewards.gather(1, order), gamma), order)
+    places = learned_first(learned)
+    return moved_back(discounted_sum(moved(rewards, places), gamma), places)
 
 
 def discounted_sum(values: Float[Tensor, "batch seq"], discount: float | Tensor) -> Float[Tensor, "batch seq"]:

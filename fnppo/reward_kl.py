@@ -87,13 +87,16 @@ def adapt_kl(
     check_type("state", state, AdaptiveKL, "Begin with AdaptiveKL(0.1).")
     check_number("coef", state.coef, least=0, remedy="Begin with a number such as AdaptiveKL(0.1).")
     check_number("kl", kl, remedy="Give kl.mean() of what kl_in_reward returned.")
-    for name, number in (("target", target), ("gain", gain), ("max_error", max_error)):
-        check_number(name, number, above=0, remedy="It is a positive number, such as 6 nats, 0.1 and 0.2.")
+    check_number("target", target, above=0, remedy="It is a KL, such as 6 nats a response.")
+    check_number(
+        "gain", gain, above=0, remedy="It is a share of the error, such as 0.1; a fixed coefficient needs no update."
+    )
+    check_number("max_error", max_error, above=0, remedy="It bounds the relative error, such as 0.2.")
     check_number(
         "gain * max_error",
         gain * max_error,
         below=1,
-        remedy="A step of 1 would end at coefficient 0. Lower gain or horizon.",
+        remedy="A step of 1 would end at coefficient 0. Lower gain or max_error.",
     )
     coef = torch.as_tensor(state.coef)
     error = torch.as_tensor(kl, dtype=coef.dtype, device=coef.device) / target - 1

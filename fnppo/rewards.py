@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fnppo.arguments import check_device, check_tensor, check_whole
-from fnppo.faults import Fault, not_a_mask, refuse
+from fnppo.faults import Fault, refuse
 from fnppo.groups import group_count, group_index
 from fnppo.transforms import inside_transform
 
@@ -69,8 +69,13 @@ def check_rewards(
     limit, kept = torch.finfo(rewards.dtype).max ** 0.5 / 1e3, keep != 0
     too_large = f"the {name} is {{value}}, and squares of rewards above {limit:.1e} overflow. Scale the rewards."
     refuse(
-        not_a_mask("keep", keep)._replace(label="row"),
-        Fault(kept & ~rewards.isfinite(), f"the {name} is {{value}}. Mend it or drop the row.", rewards, "row"),
+        not_a_row_mask("keep", keep),
+        Fault(
+            kept & ~rewards.isfinite(),
+            f"the {name} is {{value}}. Mend it, or reject the row with keep.",
+            rewards,
+            "row",
+        ),
         Fault(kept & (rewards.abs() > limit), too_large, rewards, "row"),
     )
     return torch.where(kept, rewards, 0), kept
@@ -87,3 +92,9 @@ def check_row_column(name: str, column: Tensor, rewards: Tensor) -> None:
     check_device(name, column, "rewards", rewards)
     if column.is_complex():
         raise ValueError(f"{name} has dtype {column.dtype}; it needs real numbers. Call .real on it.")
+
+
+def not_a_row_mask(name: str, mask: Tensor) -> Fault:
+    """Anything but True/False and 0/1 for a row."""
+    message = f"{name} is {{value}}; a mask of rows holds True/False or 0/1. Give row numbers to select_rows instead."
+    return Fault((mask != 0) & (mask != 1), message, mask, "row")

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from fnppo.arguments import check_device, check_tensor
 from fnppo.checks import check_batch
-from fnppo.faults import not_a_mask, refuse
+from fnppo.faults import refuse
 from fnppo.groups import above_lowest, group_max
-from fnppo.rewards import grouped
+from fnppo.rewards import grouped, not_a_row_mask
 from fnppo.types import PaddedBatch
 
 
@@ -57,5 +57,5 @@ def mask_rows(batch: PaddedBatch, rows: Shaped[Tensor, " batch"]) -> PaddedBatch
             f"rows has shape {tuple(rows.shape)}; the batch has {batch.loss_mask.shape[0]} rows. Give one True or False each."
         )
     check_device("rows", rows, "loss_mask", batch.loss_mask)
-    refuse(not_a_mask("rows", rows)._replace(label="row"))
+    refuse(not_a_row_mask("rows", rows))
     return batch._replace(loss_mask=batch.loss_mask & (rows != 0)[:, None])

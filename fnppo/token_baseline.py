@@ -8,7 +8,7 @@ from fnppo.arguments import check_number
 from fnppo.gae import discounted_sum
 from fnppo.groups import above_lowest, group_count, group_sum
 from fnppo.rewards import check_groups
-from fnppo.token_columns import back, learned_columns, learned_first
+from fnppo.token_columns import learned_columns, learned_first, moved, moved_back
 
 
 def otb_advantages(
@@ -63,14 +63,14 @@ def otb_advantages(
     for rho in weights:
         energy = energy * rho.square()
 
-    order = learned_first(learned)
-    there = learned.gather(1, order)
-    returns = discounted_sum(rewards.gather(1, order), 1.0)
-    weight = torch.where(there, torch.where(learned, energy, 0).gather(1, order).cumsum(1), 0)
+    places = learned_first(learned)
+    there = moved(learned, places)
+    returns = discounted_sum(moved(rewards, places), 1.0)
+    weight = torch.where(there, moved(torch.where(learned, energy, 0), places).cumsum(1), 0)
     weight = torch.where(group_sum(weight, index) > 0, weight, there.to(weight.dtype))  # sure of all tokens: plain mean
     total, above = group_sum(weight, index), above_lowest(returns, index, there)
     advantages = torch.where(there, above - group_sum(weight * above, index) / torch.where(total > 0, total, 1), 0)
     if lone_baseline is not None:
         lone = there & (group_count(index, there) == 1)
         advantages = torch.where(lone, returns - lone_baseline, advantages)
-    return back(advantages, order)
+    return moved_back(advantages, places)

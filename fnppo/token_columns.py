@@ -65,20 +65,25 @@ def learned_columns(
 
 
 def learned_first(learned: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
-    """The order of columns in which the learned tokens of each row come first, as they follow each other.
+    """The column that each token moves to where the learned ones of its row come first, all as they follow each other.
 
-    What stands between them, such as the output of a tool, and padding then part no two of them. `gather(1, order)` puts a
-    column into this order, `scatter(1, order, ...)` back.
+    What stands between them, such as the output of a tool, and padding then part no two of them.
 
     >>> learned_first(torch.tensor([[False, True, False, True]]))
-    tensor([[1, 3, 0, 2]])
+    tensor([[2, 0, 3, 1]])
     """
-    return (~learned).to(torch.uint8).sort(dim=1, stable=True).indices
+    before, others = learned.cumsum(1), (~learned).cumsum(1)
+    return torch.where(learned, before, before[:, -1:] + others) - 1
 
 
-def back(values: Float[Tensor, "batch seq"], order: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq"]:
-    """A column in the order of `learned_first`, put back to where it came from."""
-    return torch.zeros_like(values).scatter(1, order, values)
+def moved(values: Shaped[Tensor, "batch seq"], places: Int[Tensor, "batch seq"]) -> Shaped[Tensor, "batch seq"]:
+    """A column with each entry moved to its place."""
+    return torch.zeros_like(values).scatter(1, places, values)
+
+
+def moved_back(values: Float[Tensor, "batch seq"], places: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq"]:
+    """A column that was moved, as it stood before."""
+    return values.gather(1, places)
 
 
 def _row_values(values: Tensor, loss_mask: Tensor) -> tuple[Float[Tensor, " batch"], Bool[Tensor, "batch seq"]]:

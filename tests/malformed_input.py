@@ -21,10 +21,18 @@ from torch import tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fnppo
+from fnppo import advantages, grpo_advantages
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
+from fnppo.gae import discounted_returns
+from fnppo.pass_at_k import best_response_advantages, pass_at_k_advantages
+from fnppo.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
 from fnppo.rollout import generate
+from fnppo.row_filters import mask_rows, rewards_differ
 from fnppo.segments import segments_of
 from fnppo.testing import padded_batches
+from fnppo.token_baseline import otb_advantages
+from fnppo.token_columns import on_every_token, on_last_token
+from fnppo.whitening import reinforce_plus_plus_advantages, whiten
 
 NAN, INF = math.nan, math.inf
 LIBRARY = Path(fnppo.__file__).parent
@@ -765,6 +773,86 @@ def test_rewards(row, bad):
     refused(lambda: fnppo.grpo_advantages([0.0] * 4, groups), "rewards is a list")
     for eps in (0, -1.0, NAN, INF, None, "x"):
         refused(lambda: fnppo.grpo_advantages(rewards, groups, eps=eps), "eps", eps, "above 0")
+
+
+GROUP_RULES = {
+    "grpo": grpo_advantages,
+    "dr_grpo": advantages.dr_grpo_advantages,
+    "rloo": advantages.rloo_advantages,
+    "gpg": advantages.gpg_advantages,
+    "opo": lambda rewards, groups, **options: advantages.opo_advantages(rewards, groups, torch.ones(4), **options),
+    "gdpo": lambda rewards, groups, **options: advantages.gdpo_advantages(rewards[:, None], groups, **options),
+    "pass_at_k": lambda rewards, groups, **options: pass_at_k_advantages(rewards, groups, k=1, **options),
+    "best": best_response_advantages,
+    "differ": rewards_differ,
+}
+
+
+@pytest.mark.parametrize("rule", GROUP_RULES)
+def test_rewards_groups_and_rejected_rows(rule):
+    run, rewards, groups = GROUP_RULES[rule], torch.zeros(4), tensor([0, 0, 1, 1])
+    refused(lambda: run(set_at(rewards, 2, NAN), groups), "row 2", "the reward is nan", "reject the row with keep")
+    refused(lambda: run(set_at(rewards, 1, 1e30), groups), "row 1", "Scale the rewards")
+    refused(lambda: run(rewards, groups[:3]), (4,), (3,), "one value a row")
+    refused(lambda: run(rewards, groups.float()), "groups", "float32", "Number them")
+    refused(lambda: run(rewards, groups.to("meta")), "meta", "Move one")
+    refused(lambda: run(rewards, groups.tolist()), "groups is a list", "torch.as_tensor")
+    refused(lambda: run(rewards, groups, keep=torch.ones(3)), "keep (3,)", "one value a row")
+    refused(lambda: run(rewards, groups, keep=tensor([1, 1, 1, 3])), "row 3", "keep is 3", "True/False or 0/1")
+    refused(lambda: run(rewards.to(torch.complex64), groups), "complex64", "Call .real")
+    unread = run(set_at(rewards, 2, NAN), groups, keep=tensor([True, True, False, True]))
+    assert unread.tolist() == [0.0] * 4
+
+
+def test_numbers_and_columns_of_other_advantages():
+    """Those that not all have: scales, weights, lengths, greedy rewards, k, coefficients, and columns of tokens."""
+    rewards, groups, column, mask = torch.zeros(2), tensor([0, 0]), torch.zeros(2, 3), torch.ones(2, 3)
+    refused(
+        lambda: grpo_advantages(rewards, groups, scale="batch"), "scale is 'batch'", "Use group_std, batch_std or None"
+    )
+    refused(lambda: grpo_advantages(rewards, groups, scale=lambda r, g, kept: r[:1]), "(1,)", "2 rows")
+    refused(lambda: advantages.gdpo_advantages(rewards, groups), "(2,)", "[batch, objectives]", "Stack")
+    refused(lambda: advantages.gdpo_advantages(column, groups, weights=torch.ones(2)), "(2,)", "3 objectives")
+    refused(lambda: advantages.gdpo_advantages(column, groups, weights=[1, 1, 1]), "weights is a list")
+    refused(lambda: advantages.opo_advantages(rewards, groups, tensor([1, 0])), "row 1", "length is 0", "Reject")
+    refused(lambda: advantages.opo_advantages(rewards, groups, torch.ones(3)), "lengths (3,)", "one value a row")
+    refused(lambda: advantages.remax_advantages(rewards, torch.ones(3)), "greedy_rewards (3,)", "one value a row")
+    refused(lambda: advantages.remax_advantages(rewards, tensor([0, NAN])), "row 1", "the greedy reward is nan")
+    refused(lambda: pass_at_k_advantages(rewards, groups, k=3), "row 0", "has 2 responses", "k is 3", "Lower k")
+    refused(lambda: pass_at_k_advantages(rewards + 0.5, groups, k=1), "row 0", "0.5", "Give 1 or 0")
+    everything("k", partial(pass_at_k_advantages, rewards, groups), NO_COUNT, "at least 1")
+    for run in (on_every_token, on_last_token):
+        refused(lambda: run(torch.ones(3), mask), "(3,)", "2 rows")
+        refused(lambda: run(tensor([1, NAN]), mask), "row 1", "its value is nan", "clear loss_mask")
+        refused(lambda: run(torch.ones(2), mask[0]), "loss_mask (3,)", "[batch, seq]")
+    for run in (whiten, discounted_returns, reinforce_plus_plus_advantages):
+        refused(lambda: run(set_at(column, (1, 2), NAN), mask), at((1, 2)), "nan at a learned token")
+        refused(lambda: run(column, mask[:, :1]), (2, 3), (2, 1), "token-aligned")
+        refused(lambda: run(column.long(), mask), "int64", "Call .float()")
+    everything("gamma", partial(discounted_returns, column, mask), [-0.1, 1.1, *NO_NUMBER, INF])
+    everything("eps", partial(whiten, column, mask), [0, -1.0, *NO_NUMBER, INF], "above 0")
+    run = partial(kl_in_reward, column, column, column, mask)
+    everything("kl_coef", run, [-0.1, *NO_NUMBER, INF], "at least 0")
+    refused(lambda: run(kl_coef=0.1, kl=lambda logprobs, ref: logprobs.sum()), "()", "6 tokens", "Do not reduce")
+    run = partial(adapt_kl, AdaptiveKL(0.1), 1.0)
+    everything("target", run, [0, -1.0, *NO_NUMBER, INF], "above 0")
+    refused(lambda: run(target=6.0, gain=5.0), "gain * max_error is 1.0", "below 1")
+    refused(lambda: adapt_kl(0.1, 1.0, target=6.0), "state is a float", "AdaptiveKL")
+    run = partial(otb_advantages, column, groups, mask, logprobs=column, sum_squared_probs=column + 1)
+    refused(lambda: run(importance_weights=mask[0]), "importance_weights (3,)")
+    everything("lone_baseline", run, [NAN, INF, "x"])
+    refused(lambda: mask_rows(fnppo.padded_batch([[1]], [[2]]), torch.ones(2)), "(2,)", "1 rows")
+
+
+def test_the_warning_of_a_lone_response_points_at_the_caller():
+    """H3."""
+    rewards, groups, column = torch.zeros(4), tensor([5, 1, 1, 1]), torch.zeros(4, 2)
+    runs = [lambda rule=rule: GROUP_RULES[rule](rewards, groups) for rule in ("grpo", "dr_grpo", "rloo", "gpg", "best")]
+    runs.append(lambda: otb_advantages(column, groups, column + 1, logprobs=column, sum_squared_probs=column + 1))
+    for run in runs:
+        with pytest.warns(UserWarning, match="row 0 is alone in group 5, with nothing to be compared with") as caught:
+            run()
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 @given(st.integers(0, 1), st.integers(0, 2), st.sampled_from([NAN, INF, -INF]))

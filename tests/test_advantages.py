@@ -301,7 +301,7 @@ def test_bad_rewards():
     for rule in RULES.values():
         with pytest.raises(ValueError, match="row 1: the reward is nan"):
             rule(tensor([0.0, NAN]), two, None, LENGTHS[:2])
-        with pytest.raises(ValueError, match="row 1: keep is 2; a mask holds True/False or 0/1"):
+        with pytest.raises(ValueError, match="row 1: keep is 2; a mask of rows holds True/False or 0/1"):
             rule(tensor([0.0, 1.0]), two, tensor([1, 2]), LENGTHS[:2])
     rewards = torch.zeros(2)
     with pytest.raises(ValueError, match=r"rewards has shape \(2,\), groups \(3,\)"):

@@ -37,5 +37,5 @@ def test_bad_masks_of_rows():
     batch = padded_batch([[1]] * 2, [[2]] * 2)
     with pytest.raises(ValueError, match=r"rows has shape \(3,\); the batch has 2 rows"):
         unwrap(mask_rows)(batch, torch.ones(3))
-    with pytest.raises(ValueError, match="row 1: rows is 7; a mask holds True/False or 0/1"):
+    with pytest.raises(ValueError, match="row 1: rows is 7; a mask of rows holds True/False or 0/1"):
         mask_rows(batch, tensor([1, 7]))
