@@ -6,11 +6,11 @@ The files, in the order in which data flows through them: `types`, `checks`, `pa
 `checkpoint`, beside them `transforms` and `testing`.
 """
 
-from fnppo.advantages import grpo_advantages
+from fnppo.advantages.gae import gae_advantages
+from fnppo.advantages.outcome import grpo_advantages
 from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
 from fnppo.batching import plan_microbatches, plan_minibatches, plan_shared_microbatches
 from fnppo.functional import functional_policy
-from fnppo.gae import gae_advantages
 from fnppo.gradients import accumulate_gradients, value_and_grad
 from fnppo.head import LinearHead, chunked_logprobs, logits_to_stats
 from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through

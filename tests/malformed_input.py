@@ -22,17 +22,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fnppo
 from fnppo import advantages, grpo_advantages
+from fnppo.advantages.gae import discounted_returns
+from fnppo.advantages.pass_at_k import best_response_advantages, pass_at_k_advantages
+from fnppo.advantages.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
+from fnppo.advantages.row_filters import mask_rows, rewards_differ
+from fnppo.advantages.token_baseline import otb_advantages
+from fnppo.advantages.token_columns import on_every_token, on_last_token
+from fnppo.advantages.whitening import reinforce_plus_plus_advantages, whiten
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
-from fnppo.gae import discounted_returns
-from fnppo.pass_at_k import best_response_advantages, pass_at_k_advantages
-from fnppo.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
 from fnppo.rollout import generate
-from fnppo.row_filters import mask_rows, rewards_differ
 from fnppo.segments import segments_of
 from fnppo.testing import padded_batches
-from fnppo.token_baseline import otb_advantages
-from fnppo.token_columns import on_every_token, on_last_token
-from fnppo.whitening import reinforce_plus_plus_advantages, whiten
 
 NAN, INF = math.nan, math.inf
 LIBRARY = Path(fnppo.__file__).parent

@@ -9,14 +9,14 @@ from torch.func import grad, jacrev, vmap
 from torch.testing import assert_close
 
 from fnppo import gae_advantages
-from fnppo.advantages import grpo_advantages, remax_advantages
-from fnppo.gae import discounted_returns
-from fnppo.pass_at_k import pass_at_k_advantages
-from fnppo.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
-from fnppo.row_filters import rewards_differ
-from fnppo.token_baseline import otb_advantages
-from fnppo.token_columns import on_every_token, on_last_token
-from fnppo.whitening import reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, whiten
+from fnppo.advantages.gae import discounted_returns
+from fnppo.advantages.outcome import grpo_advantages, remax_advantages
+from fnppo.advantages.pass_at_k import pass_at_k_advantages
+from fnppo.advantages.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
+from fnppo.advantages.row_filters import rewards_differ
+from fnppo.advantages.token_baseline import otb_advantages
+from fnppo.advantages.token_columns import on_every_token, on_last_token
+from fnppo.advantages.whitening import reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, whiten
 
 F64 = torch.float64
 GROUPS, KEEP = tensor([4, -4, 4, -4, 9, 9]), tensor([1, 1, 1, 1, 1, 0])

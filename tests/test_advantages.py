@@ -14,7 +14,7 @@ from torch import tensor
 from torch.func import grad, vmap
 
 from fnppo import grpo_advantages
-from fnppo.advantages import (
+from fnppo.advantages.outcome import (
     batch_std,
     dr_grpo_advantages,
     gdpo_advantages,
@@ -24,8 +24,8 @@ from fnppo.advantages import (
     remax_advantages,
     rloo_advantages,
 )
-from fnppo.pass_at_k import best_response_advantages, pass_at_k_advantages
-from fnppo.row_filters import rewards_differ
+from fnppo.advantages.pass_at_k import best_response_advantages, pass_at_k_advantages
+from fnppo.advantages.row_filters import rewards_differ
 from fnppo.testing import oracle_grpo_advantages
 
 NAN = float("nan")

@@ -15,7 +15,9 @@ from torch.testing import assert_close
 
 import fnppo
 from fnppo import pack_sequences, pad_sequences, padded_batch, select_rows, token_mean
-from fnppo.corrections import (
+from fnppo.corrections.diagnostics import effective_share, off_policy_diagnostics
+from fnppo.corrections.masks import inside, near_sampler, off_policy_mask, reject, whole_rows
+from fnppo.corrections.weights import (
     geometric_ratios,
     mask_outside,
     sequence_normalized,
@@ -26,8 +28,6 @@ from fnppo.corrections import (
     with_importance_weights,
 )
 from fnppo.kl import kl_k1, kl_k2, kl_k3
-from fnppo.off_policy import effective_share, off_policy_diagnostics
-from fnppo.rejection import inside, near_sampler, off_policy_mask, reject, whole_rows
 from fnppo.testing import padded_batches
 
 F64, NAN, INF = torch.float64, math.nan, math.inf
@@ -361,10 +361,10 @@ def test_under_vmap_and_grad_also_over_their_numbers():
 
 CHILD = """
 import torch
-from fnppo.corrections import *
-from fnppo.corrections import inside
+from fnppo.corrections.weights import *
+from fnppo.corrections.weights import inside
 from fnppo import padded_batch
-from fnppo.rejection import off_policy_mask, reject
+from fnppo.corrections.masks import off_policy_mask, reject
 ratios = torch.tensor([[0.0, 0.5, 4.0]])
 batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]], advantages=[-1.0])
 batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})

@@ -10,9 +10,9 @@ from torch import tensor
 from torch.func import grad
 
 from fnppo import gae_advantages
-from fnppo.gae import discounted_returns
+from fnppo.advantages.gae import discounted_returns
+from fnppo.advantages.token_columns import on_every_token, on_last_token
 from fnppo.testing import oracle_gae_advantages
-from fnppo.token_columns import on_every_token, on_last_token
 
 NAN = float("nan")
 # One token: (is it learned, reward, value). Rows of up to 40 tokens.

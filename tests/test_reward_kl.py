@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from fnppo import kl_k1, kl_k2, kl_k3
-from fnppo.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
+from fnppo.advantages.reward_kl import AdaptiveKL, adapt_kl, kl_in_reward
 
 NAN = float("nan")
 TOKEN = st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-3, 0), st.floats(-3, 0))

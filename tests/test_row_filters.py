@@ -7,8 +7,8 @@ import torch
 from torch import tensor
 
 from fnppo import padded_batch, sequence_mean, token_mean
-from fnppo.advantages import dr_grpo_advantages
-from fnppo.row_filters import mask_rows, rewards_differ
+from fnppo.advantages.outcome import dr_grpo_advantages
+from fnppo.advantages.row_filters import mask_rows, rewards_differ
 
 
 def test_groups_of_equal_rewards_are_kept_or_dropped():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
 
-from fnppo.token_baseline import otb_advantages
+from fnppo.advantages.token_baseline import otb_advantages
 
 NAN = float("nan")
 # One token: (is it learned, reward, probability, what other tokens have, importance weight); rows of five.

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import tensor
 
-from fnppo.advantages import dr_grpo_advantages
-from fnppo.whitening import reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, whiten
+from fnppo.advantages.outcome import dr_grpo_advantages
+from fnppo.advantages.whitening import reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, whiten
 
 NAN = float("nan")
 NUMBER = st.integers(-128, 128).map(lambda n: n / 64)

@@ -3,11 +3,11 @@
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from fnppo.advantages.groups import above_lowest, group_max
+from fnppo.advantages.rewards import grouped, not_a_row_mask
 from fnppo.arguments import check_device, check_tensor
 from fnppo.checks import check_batch
 from fnppo.faults import refuse
-from fnppo.groups import above_lowest, group_max
-from fnppo.rewards import grouped, not_a_row_mask
 from fnppo.types import PaddedBatch
 
 

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fnppo.advantages import dr_grpo_advantages
+from fnppo.advantages.gae import discounted_returns
+from fnppo.advantages.groups import root
+from fnppo.advantages.outcome import dr_grpo_advantages
+from fnppo.advantages.token_columns import learned_columns, on_every_token
 from fnppo.arguments import check_number
-from fnppo.gae import discounted_returns
-from fnppo.groups import root
-from fnppo.token_columns import learned_columns, on_every_token
 
 
 def whiten(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fnppo.arguments import check_floating, check_number, check_tensor
 from fnppo.checks import check_batch
+from fnppo.corrections.diagnostics import both_logprobs, check_fits, row_means
 from fnppo.kl import KLEstimator, kl_k3
-from fnppo.off_policy import both_logprobs, check_fits, row_means
 from fnppo.surrogates import check_scalar
 from fnppo.transforms import inside_transform
 from fnppo.types import PaddedBatch

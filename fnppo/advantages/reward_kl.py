@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from fnppo.advantages.token_columns import learned_columns
 from fnppo.arguments import check_number, check_type
 from fnppo.kl import KLEstimator, kl_k1
-from fnppo.token_columns import learned_columns
 
 
 def kl_in_reward(

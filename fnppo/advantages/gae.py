@@ -9,8 +9,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fnppo.advantages.token_columns import learned_columns, learned_first, moved, moved_back
 from fnppo.arguments import check_number
-from fnppo.token_columns import learned_columns, learned_first, moved, moved_back
 
 
 def gae_advantages(

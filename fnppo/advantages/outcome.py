@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from fnppo.advantages.groups import above_lowest, group_centred, group_count, group_max, group_sum, root
+from fnppo.advantages.rewards import check_rewards, check_row_column, grouped
 from fnppo.arguments import check_number, check_tensor
 from fnppo.faults import Fault, refuse
-from fnppo.groups import above_lowest, group_centred, group_count, group_max, group_sum, root
-from fnppo.rewards import check_rewards, check_row_column, grouped
 
 Scale: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rewards, groups as `group_index` numbers them, rows that are kept) -> what a response's advantage is divided by: one

@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fnppo.advantages import Scale, check_scale, scaled
+from fnppo.advantages.groups import above_lowest, group_count, group_max, root
+from fnppo.advantages.outcome import Scale, check_scale, scaled
+from fnppo.advantages.rewards import grouped
 from fnppo.arguments import check_count
 from fnppo.faults import Fault, refuse
-from fnppo.groups import above_lowest, group_count, group_max, root
-from fnppo.rewards import grouped
 
 
 def pass_at_k_advantages(

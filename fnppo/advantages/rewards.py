@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fnppo.advantages.groups import group_count, group_index
 from fnppo.arguments import check_device, check_tensor, check_whole
 from fnppo.faults import Fault, refuse
-from fnppo.groups import group_count, group_index
 from fnppo.transforms import inside_transform
 
 

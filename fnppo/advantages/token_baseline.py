@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from fnppo.advantages.gae import discounted_sum
+from fnppo.advantages.groups import above_lowest, group_count, group_sum
+from fnppo.advantages.rewards import check_groups
+from fnppo.advantages.token_columns import learned_columns, learned_first, moved, moved_back
 from fnppo.arguments import check_number
-from fnppo.gae import discounted_sum
-from fnppo.groups import above_lowest, group_count, group_sum
-from fnppo.rewards import check_groups
-from fnppo.token_columns import learned_columns, learned_first, moved, moved_back
 
 
 def otb_advantages(
