@@ -45,8 +45,8 @@ def ppo_loss(
         The loss (a scalar that adds up over micro-batches), and its metrics: `loss`, `policy_loss` (without entropy
         and KL in it), `entropy`, `kl` (where there is a reference or `kl` is a tensor), `kl_capped_fraction` (share of
         tokens whose KL gradient the cap has removed), one `..._fraction` for each clip of the surrogate, such as
-        `clip_low_fraction`, `clamped_fraction` (share of tokens whose policy gradient a clip has removed), `tokens`,
-        `rows`; and where there are `old_logprobs`: `approx_kl` (k3 of the old policy against the current one),
+        `clip_low_fraction`, `clamped_fraction` (share of tokens whose policy gradient a clip has removed or bounded),
+        `tokens`, `rows`; and where there are `old_logprobs`: `approx_kl` (k3 of the old policy against the current one),
         `ratio_mean`, `ratio_min`, `ratio_max`.
 
     Raises:
