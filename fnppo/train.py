@@ -17,6 +17,7 @@ from fnppo.types import PaddedBatch, PyTree
 from fnppo.weights import token_mean
 
 Weights: TypeAlias = Callable[[PaddedBatch], PaddedBatch]
+Prepare: TypeAlias = Callable[[PyTree, PaddedBatch], PaddedBatch]
 
 
 def train_step(
@@ -76,6 +77,7 @@ def update_policy(
     mini_batch_size: int,
     max_tokens: int,
     num_epochs: int = 1,
+    prepare: Prepare | None = None,
     weights: Weights = token_mean,
     seed: int = 0,
     layout: Layout = packed,
@@ -94,6 +96,9 @@ def update_policy(
             epoch may be shorter; its weights are made from the rows it has.
         max_tokens: limit of real tokens of one forward.
         num_epochs: passes over the batch.
+        prepare: (params, mini-batch) -> mini-batch, called once per mini-batch, before `weights` and without gradients.
+            Here stands what depends on the current policy and on the whole mini-batch, such as the rules of
+            `fnppo.selection`. It must not keep the params it is given.
         weights: mask -> loss weights, such as `token_mean`.
         seed: of the shuffling.
         layout: `packed`, `shared` (prompts computed once for all their responses) or `padded`, from `fnppo.layouts`.
@@ -103,7 +108,7 @@ def update_policy(
         New params, new opt_state, and metrics as plain floats, over all steps (see `summarize`).
 
     Raises:
-        ValueError: the batch is malformed, a row is over `max_tokens`, or a size is below 1.
+        ValueError: the batch is malformed, a row is over `max_tokens`, a size is below 1, or `prepare` returned no batch.
 
     >>> from fnppo import adamw, forward_logprobs, functional_policy, padded_batch, ppo_loss
     >>> from fnppo.testing import tiny_llama
@@ -127,7 +132,14 @@ def update_policy(
     total = Metrics()
     steps = plan_minibatches(rows, mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed)
     for step in steps:
-        mini_batch = weights(select_rows(batch, step))
+        mini_batch = select_rows(batch, step)
+        if prepare is not None:
+            with torch.no_grad():
+                mini_batch = prepare(params, mini_batch)
+            check_type(
+                "what prepare returned", mini_batch, PaddedBatch, "Return the mini-batch, such as with a new column."
+            )
+        mini_batch = weights(mini_batch)
         groups = layout.plan(mini_batch, max_tokens)
         micro_batches = (layout.lay(select_rows(mini_batch, group)) for group in groups)
         params, opt_state, metrics = train_step(

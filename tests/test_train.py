@@ -1,5 +1,6 @@
 """Steps and updates: splits, epochs, order of rows, determinism, donation, metrics."""
 
+import inspect
 import math
 
 import optree
@@ -11,6 +12,8 @@ from test_exactness import LOSS, WEIGHTS, differences, policy_of
 from tiny import VOCAB, tiny
 
 import fnppo
+from fnppo.selection import select_top_entropy
+from fnppo.surrogates import clipped_surrogate, selected
 from fnppo.testing import float64_everywhere, oracle_stats, padded_batches
 
 
@@ -384,3 +387,50 @@ def test_describing_an_update_has_the_defaults_of_making_it():
     assert plain != fnppo.describe_update(batch, **sizes, seed=1)
     assert "12 optimizer" not in plain
     assert "6 optimizer steps" in fnppo.describe_update(batch, **sizes, num_epochs=2)
+
+
+def test_prepare_sees_each_mini_batch_once_with_the_current_params():
+    """Before the weights, before any split, without gradients; what it adds reaches the loss."""
+    policy, params = policy_of("llama")
+    batch = some_batch(rows=5)
+    seen = []
+    of = lambda params, rows: fnppo.compute_logprobs(
+        params, rows, policy=policy, temperature=0.8, max_tokens=99, entropy=True
+    )
+
+    def prepare(current, mini_batch):
+        assert not torch.is_grad_enabled()
+        assert mini_batch.loss_weights is None
+        stats = of(current, mini_batch)
+        seen.append((mini_batch.input_ids.shape[0], bool((stats.logprobs != of(params, mini_batch).logprobs).any())))
+        return select_top_entropy(mini_batch, stats.entropy, fraction=0.5)
+
+    def weights(mini_batch):
+        assert "selected" in mini_batch.extra
+        return fnppo.token_mean(mini_batch)
+
+    def loss_fn(params, micro_batch):
+        stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=0.8)
+        loss, metrics = fnppo.ppo_loss(stats, micro_batch.targets, surrogate=selected(clipped_surrogate))
+        share = micro_batch.targets.extra["selected"].sum()
+        return loss, metrics._replace(per_token=metrics.per_token | {"selected": share})
+
+    options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mini_batch_size": 3, "num_epochs": 2, "weights": weights}
+    with float64_everywhere():
+        one = fnppo.update_policy(params, OPTIMIZER.init(params), batch, max_tokens=10**6, prepare=prepare, **options)
+        assert seen == [(3, False), (2, True), (3, True), (2, True)]  # rows, and whether the params have moved
+        seen.clear()
+        many = fnppo.update_policy(params, OPTIMIZER.init(params), batch, max_tokens=12, prepare=prepare, **options)
+    assert seen == [(3, False), (2, True), (3, True), (2, True)]
+    assert differences(one[0], many[0]) <= 1e-9
+    assert one[2] == pytest.approx(many[2], abs=1e-9)
+    assert 0.3 < one[2]["selected"] <= 0.5
+
+
+def test_prepare_must_return_a_batch():
+    params, loss_fn = loss_for("gpt2")
+    with pytest.raises(ValueError, match="what prepare returned is a NoneType; a PaddedBatch is needed"):
+        inspect.unwrap(fnppo.update_policy)(
+            params, OPTIMIZER.init(params), some_batch(), loss_fn=loss_fn, optimizer=OPTIMIZER, mini_batch_size=3,
+            max_tokens=99, prepare=lambda params, mini_batch: None,
+        )  # fmt: skip
