@@ -1,4 +1,4 @@
-"""Every signature of fnppo is checked at run time, types and shapes, in all tests by day."""
+"""Every signature of fnppo is checked at run time, types and shapes, in all tests by day but those with `unchecked`."""
 
 import os
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import jaxtyping
+import pytest
 from jaxtyping import install_import_hook
 
 collect_ignore = ["mutation.py", "mutation_report.py"]  # of a tool that only `make mutation` installs
@@ -17,7 +19,8 @@ LIBRARY = Path(__file__).parent.parent / "fnppo"
 # A mutant must be caught by what it computes, and test_malformed.py meets the library as users do: without this check.
 # By night it would cost a third of the examples.
 if PROFILE == "default" and "FNPPO_WITHOUT_CHECKER" not in os.environ:
-    install_import_hook([f"fnppo.{file.stem}" for file in LIBRARY.glob("[!_]*.py")], "typecheck.check")
+    modules = [f"fnppo.{file.stem}" for file in LIBRARY.glob("[!_]*.py")]
+    install_import_hook([*modules, "fnppo.surrogates"], "typecheck.check")
 
 import torch
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
@@ -41,6 +44,14 @@ settings.load_profile(PROFILE)
 
 if PROFILE == "mutation":
     pytest_plugins = ["mutation"]
+
+
+@pytest.fixture
+def unchecked():
+    """The library as users meet it: torch.compile cannot read the checker, and it is most of the time of small calls."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(items):
