@@ -12,7 +12,7 @@ from fnppo.types import Targets, TokenStats
 
 
 def gpg(stats: TokenStats, targets: Targets) -> PerTarget:
-    """Group Policy Gradient (arXiv:2504.02546, section 3): no ratio, hence no old policy. Right for fresh samples only.
+    """Group Policy Gradient (arXiv:2504.02546): no ratio, hence no old policy. Right for fresh samples only.
 
         l_t = -A_t log π(token_t)
 
@@ -67,7 +67,7 @@ def cispo(
     clip_low: float | Tensor = 1.0,
     clip_high: float | Tensor = 4.0,
 ) -> PerTarget:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5): the weight is clipped, and every token keeps a gradient.
+    """CISPO (MiniMax-M1, arXiv:2506.13585, section 3.1): the weight is clipped, and every token keeps a gradient.
 
         l_t = -sg(clip(ρ_t, 1 - clip_low, 1 + clip_high)) A_t log π(token_t)
 

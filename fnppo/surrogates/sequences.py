@@ -23,7 +23,7 @@ def gspo(
     clip_low: float | Tensor = 3e-4,
     clip_high: float | Tensor = 4e-4,
 ) -> PerTarget:
-    """Group Sequence Policy Optimization (arXiv:2507.18071, eqs. 5 and 7): the geometric mean of the ratios is clipped.
+    """Group Sequence Policy Optimization (arXiv:2507.18071, section 4.1): the geometric mean of the ratios is clipped.
 
         l_t = max(-A_t s, -A_t clip(s, 1 - clip_low, 1 + clip_high))        s = exp(1/|y| Σ_t log ρ_t)
 
@@ -55,7 +55,7 @@ def gspo_token(
     clip_low: float | Tensor = 3e-4,
     clip_high: float | Tensor = 4e-4,
 ) -> PerTarget:
-    """GSPO-token (arXiv:2507.18071, eqs. 13 and 14): the value of `gspo`, the gradient of each token by its own A_t.
+    """GSPO-token (arXiv:2507.18071, section 4.3): the value of `gspo`, the gradient of each token by its own A_t.
 
         l_t = max(-A_t s_t, -A_t clip(s_t, 1 - clip_low, 1 + clip_high))        s_t = sg(s) π(token_t) / sg(π(token_t))
 
