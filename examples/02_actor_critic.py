@@ -3,10 +3,8 @@
 A tiny random model is asked for a token and rewarded each time it says it. The critic learns what is still to come, and
 the advantages (GAE) tell which tokens did better than that.
 
-python examples/02_actor_critic.py [steps]
+python examples/02_actor_critic.py
 """
-
-import sys
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +15,7 @@ from fnppo.losses import add_losses
 from fnppo.rollout import generate
 from fnppo.values import compute_values, explained_variance, forward_logprobs_and_values, forward_values, value_loss
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 16
+STEPS = 12
 UPDATE = dict(mini_batch_size=16, max_tokens=100, num_epochs=2)
 
 torch.manual_seed(0)
