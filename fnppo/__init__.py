@@ -1,22 +1,28 @@
 """fnppo: the policy update of RL for language models, as pure functions over parameter and optimizer-state pytrees.
 
-The files, in the order in which data flows through them: `types`, `checks`, `packing`, `weights`, `batching`,
-`layouts`; `attention`, `attention_interface`, `remat`, `policy`; `head`, `logprobs`; `kl`, `surrogates`, `losses`, `metrics`;
-`gradients`, `foreach`, `schedules`, `optim`, `train`. Before them stand `rollout` and `advantages`, after them
-`checkpoint`, beside them `transforms` and `testing`.
+The files, in the order in which data flows through them: `types`, `checks`, `rows`, `packing`, `weights`, `batching`,
+`layouts`; `segments`, `attention`, `attention_interface`, `remat`, `functional`, `policy`; `head`, `logprobs`; `kl`,
+`kl_exact`, `surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`.
+Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`
+and `verify`.
+
+Rules of which there are many have a name space each: `fnppo.surrogates`, `fnppo.advantages`, `fnppo.corrections`.
 """
 
+from fnppo import advantages, corrections, surrogates
 from fnppo.advantages.gae import gae_advantages
 from fnppo.advantages.outcome import grpo_advantages
 from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
 from fnppo.batching import plan_microbatches, plan_minibatches, plan_shared_microbatches
+from fnppo.critic import Critic, functional_actor_critic, functional_critic
 from fnppo.functional import functional_policy
 from fnppo.gradients import accumulate_gradients, value_and_grad
 from fnppo.head import LinearHead, chunked_logprobs, logits_to_stats
-from fnppo.kl import kl_k1, kl_k2, kl_k3, straight_through
+from fnppo.kl import importance_corrected, kl_abs, kl_k1, kl_k2, kl_k3, straight_through
+from fnppo.kl_exact import chunked_kl, exact_kl
 from fnppo.layouts import Layout, packed, padded, shared
 from fnppo.logprobs import compute_logprobs, forward_logprobs
-from fnppo.losses import on_policy, ppo_loss
+from fnppo.losses import add_losses, on_policy, ppo_loss
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import (
     Optimizer,
@@ -36,11 +42,19 @@ from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
 from fnppo.surrogates import clipped_surrogate
 from fnppo.train import describe_update, train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats
+from fnppo.values import (
+    compute_values,
+    explained_variance,
+    forward_logprobs_and_values,
+    forward_values,
+    value_loss,
+)
 from fnppo.weights import constant_norm, group_token_mean, sequence_mean, sequence_sum, token_mean, token_sum
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Critic",
     "Layout",
     "LinearHead",
     "Metrics",
@@ -55,25 +69,38 @@ __all__ = [
     "TokenStats",
     "accumulate_gradients",
     "adamw",
+    "add_losses",
+    "advantages",
     "all_finite",
     "apply_updates",
     "chain",
     "choose_attention",
+    "chunked_kl",
     "chunked_logprobs",
     "clip_by_global_norm",
     "clipped_surrogate",
     "compute_logprobs",
+    "compute_values",
     "constant",
     "constant_norm",
+    "corrections",
     "cosine",
     "describe_update",
+    "exact_kl",
+    "explained_variance",
     "flash_attention",
     "forward_logprobs",
+    "forward_logprobs_and_values",
+    "forward_values",
+    "functional_actor_critic",
+    "functional_critic",
     "functional_policy",
     "gae_advantages",
     "global_norm",
     "group_token_mean",
     "grpo_advantages",
+    "importance_corrected",
+    "kl_abs",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -102,12 +129,14 @@ __all__ = [
     "skip_nonfinite",
     "straight_through",
     "summarize",
+    "surrogates",
     "token_mean",
     "token_sum",
     "train_step",
     "unpack_targets",
     "update_policy",
     "value_and_grad",
+    "value_loss",
     "varlen_attention",
     "warmup_stable_decay",
 ]

@@ -98,7 +98,7 @@ def update_policy(
         num_epochs: passes over the batch.
         prepare: (params, mini-batch) -> mini-batch, called once per mini-batch, before `weights` and without gradients.
             Here stands what depends on the current policy and on the whole mini-batch, such as the rules of
-            `fnppo.selection`. It must not keep the params it is given.
+            `fnppo.surrogates.selection`. It must not keep the params it is given.
         weights: mask -> loss weights, such as `token_mean`.
         seed: of the shuffling.
         layout: `packed`, `shared` (prompts computed once for all their responses) or `padded`, from `fnppo.layouts`.

@@ -19,8 +19,8 @@ LIBRARY = Path(__file__).parent.parent / "fnppo"
 # A mutant must be caught by what it computes, and test_malformed.py meets the library as users do: without this check.
 # By night it would cost a third of the examples.
 if PROFILE == "default" and "FNPPO_WITHOUT_CHECKER" not in os.environ:
-    modules = [f"fnppo.{file.stem}" for file in LIBRARY.glob("[!_]*.py")]
-    install_import_hook([*modules, "fnppo.surrogates"], "typecheck.check")
+    modules = [*(file.stem for file in LIBRARY.glob("[!_]*.py")), "surrogates", "advantages", "corrections"]
+    install_import_hook([f"fnppo.{module}" for module in modules], "typecheck.check")
 
 import torch
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
@@ -57,6 +57,7 @@ def unchecked():
 def pytest_collection_modifyitems(items):
     """A property has the examples of its profile in all: by night, the cases of a parametrized one share them."""
     if PROFILE == "nightly":
-        cases = Counter(item.function for item in items if is_hypothesis_test(getattr(item, "function", None)))
+        core = (item.function for item in items if item.get_closest_marker("core"))
+        cases = Counter(function for function in core if is_hypothesis_test(function))
         for function, count in cases.items():
             settings(max_examples=ceil(settings().max_examples / count))(function)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import fnppo
 from fnppo import TokenStats, ppo_loss
-from fnppo.selection import select_clip_cov, select_kl_cov, select_top_entropy
+from fnppo.surrogates.selection import select_clip_cov, select_kl_cov, select_top_entropy
 from fnppo.testing import padded_batches, splits
 
 

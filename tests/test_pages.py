@@ -31,3 +31,8 @@ def test_three_planted_bugs_are_found():
     assert len(failures) == 3
     for shown, found in failures:
         assert found == shown
+
+
+def test_losses_are_composed_as_printed(capsys):
+    assert run("losses.md") == []
+    assert "policy_loss" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_the_first_example_is_short():
 
 def test_every_public_name_that_the_documents_mention_exists():
     import fnppo
-    from fnppo import checkpoint, rollout, testing
+    from fnppo import advantages, checkpoint, corrections, rollout, surrogates, testing
 
     for name in re.findall(r"`(\w+)`", (ROOT / "README.md").read_text()):
         if name.endswith(
@@ -61,7 +61,21 @@ def test_every_public_name_that_the_documents_mention_exists():
                 "_grad",
             )
         ):
-            assert any(hasattr(place, name) for place in (fnppo, checkpoint, rollout, testing)), name
+            assert any(
+                hasattr(place, name)
+                for place in (fnppo, advantages, checkpoint, corrections, rollout, surrogates, testing)
+            ), name
+
+
+def test_every_function_in_the_tables_of_losses_exists():
+    from fnppo import advantages, kl, kl_exact, surrogates
+
+    page = (ROOT / "docs" / "pages" / "losses.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") and "fnppo." not in line]
+    names = [name for cell in cells for name in re.findall(r"`([a-z]\w+)", cell)]
+    assert len(names) > 40
+    for name in names:
+        assert any(hasattr(place, name) for place in (advantages, kl, kl_exact, surrogates)), name
 
 
 def test_every_metric_is_in_the_glossary():

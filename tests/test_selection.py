@@ -10,7 +10,7 @@ from torch import tensor
 
 import fnppo
 from fnppo import PaddedBatch, padded_batch, select_rows
-from fnppo.selection import select_clip_cov, select_kl_cov, select_top_entropy
+from fnppo.surrogates.selection import select_clip_cov, select_kl_cov, select_top_entropy
 from fnppo.testing import padded_batches
 
 F64 = torch.float64

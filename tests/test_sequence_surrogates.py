@@ -13,8 +13,8 @@ from torch.func import grad, vmap
 from torch.testing import assert_close
 
 from fnppo import TokenStats, pack_sequences, padded_batch, ppo_loss, sequence_mean, sequence_sum
-from fnppo.per_row import row_mean, row_sum
 from fnppo.surrogates import gmpo, gspo, gspo_token, luspo, selected, vespo
+from fnppo.surrogates.per_row import row_mean, row_sum
 from fnppo.testing import padded_batches
 
 F64 = torch.float64

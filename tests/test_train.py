@@ -12,8 +12,8 @@ from test_exactness import LOSS, WEIGHTS, differences, policy_of
 from tiny import VOCAB, tiny
 
 import fnppo
-from fnppo.selection import select_top_entropy
 from fnppo.surrogates import clipped_surrogate, selected
+from fnppo.surrogates.selection import select_top_entropy
 from fnppo.testing import float64_everywhere, oracle_stats, padded_batches
 
 

@@ -16,10 +16,10 @@ gradient comes from it (a clip has removed it, or A_t = 0), loss and gradient ar
     trust_regions      a soft gate, a divergence, a penalty instead of a clip: sapo, dppo_tv, dppo_kl, dro
     sequences          one ratio for a whole sequence: gspo, gspo_token, luspo, gmpo, vespo
     selective          some tokens left out, penalised or weighted: clip_cov, kl_cov, selected, weighted
-    columns            what a surrogate of your own needs, too
+    selection          rules that choose those tokens, over the whole mini-batch, before it is split
+    columns, per_row   what a surrogate of your own needs, too
 """
 
-from fnppo.selection import select_clip_cov, select_kl_cov, select_top_entropy
 from fnppo.surrogates.clipped import clip_ratio, clipped_surrogate, ratio_loss
 from fnppo.surrogates.columns import (
     PerTarget,
@@ -33,7 +33,9 @@ from fnppo.surrogates.columns import (
     one_a_target,
 )
 from fnppo.surrogates.decoupled import decoupled_surrogate
+from fnppo.surrogates.per_row import row_mean, row_sum
 from fnppo.surrogates.policy_gradients import capped_weight, cispo, gpg, reinforce, score_loss
+from fnppo.surrogates.selection import select_clip_cov, select_kl_cov, select_top_entropy
 from fnppo.surrogates.selective import clip_cov, kl_cov, selected, weighted
 from fnppo.surrogates.sequences import gmpo, gspo, gspo_token, luspo, vespo
 from fnppo.surrogates.trust_regions import dppo_kl, dppo_tv, dro, sapo
@@ -65,6 +67,8 @@ __all__ = [
     "one_a_target",
     "ratio_loss",
     "reinforce",
+    "row_mean",
+    "row_sum",
     "sapo",
     "score_loss",
     "select_clip_cov",

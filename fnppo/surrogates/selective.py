@@ -1,6 +1,6 @@
 """Surrogates that treat some tokens otherwise: left out, penalised or weighted, as a column of the batch says.
 
-The columns come from `fnppo.selection`, or from anywhere: they are computed over the mini-batch, before it is split. See
+The columns come from `fnppo.surrogates.selection`, or from anywhere: they are computed over the mini-batch, before it is split. See
 `fnppo.surrogates` for what a surrogate is.
 """
 
