@@ -1,15 +1,17 @@
 # make test    everything that must hold, in an environment of its own
 # make nightly the core properties with 10,000 examples each, a line for each as it ends
 # make docs    the pages of docs/ as a site in build/docs
+# make parity  losses, KL estimators and advantages beside those of verl and TRL; needs the package registry
 # make demo    the main job: a pretrained model learns arithmetic; options: make demo ARGS="--steps 4" MODEL=...
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 MODEL  ?= smollm2
+PEERS  ?= verl-0.7.0 verl-0.8.0 verl-0.9.1 trl-1.16.0
 MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
-.PHONY: test demo check docs format nightly mutation mutation-sample clean
+.PHONY: test demo check docs format nightly mutation mutation-sample parity clean
 
 test: $(VENV)/.dev check
 	$(BIN)/pytest -n auto
@@ -36,6 +38,21 @@ mutation-sample: $(VENV)/.mutation
 	rm -rf mutants
 	$(MUTMUT) run '*__mutmut_7'
 	$(BIN)/python tests/mutation_report.py
+
+# Each peer in an environment of its own, in build/parity: some minutes to install, some to run. It writes
+# docs/pages/parity.md, and fails where a difference is new or one of the page is gone. ARGS="--only gspo" prints lines.
+parity: $(VENV)/.dev $(PEERS:%=build/parity/%/.ready)
+	$(BIN)/python benchmarks/parity/run.py --peers $(PEERS) $(ARGS)
+
+# The wheel as it is, with what is imported of its dependencies; behind them the project's own environment, for torch.
+build/parity/%/.ready: benchmarks/parity/requirements/%.txt | $(VENV)/.dev
+	rm -rf $(@D)
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/project.pth
+	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-warn-conflicts -r $< && \
+		$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps $(subst -,==,$*) || \
+		{ echo "$* cannot be installed: make parity needs the package registry, on its first run."; exit 1; }
+	touch $@
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
@@ -68,4 +85,4 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) mutants .pytest_cache .hypothesis .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) build/parity mutants .pytest_cache .hypothesis .mypy_cache .ruff_cache runs
