@@ -74,11 +74,11 @@ The functions of verl's `core_algos.py`, `rollout_corr_helper.py` and `torch_fun
 `GRPOTrainer`, beside those of fnppo on the same batches. Made by `make parity`, which runs each wheel unchanged in an
 environment of its own, under the same torch ({torch}).
 
-**{agree} of {all} comparisons agree to {tolerance:g} in float64, in value and in gradient; each of the {differ} others is one
+**{agree} of {all} comparisons agree to {tolerance} in float64, in value and in gradient; each of the {differ} others is one
 of the [{count} differences](#differences) below.** A comparison is a line of a table with one version.
 
 Batches are random: {shapes} shapes times {seeds} seeds, from 4 to 16 rows and from 1 to 64 columns, with one turn or several
-(the output of a tool between them is masked), and log-ratios small or so large that most tokens are clipped. A difference
+(the output of a tool between them is masked), and log-ratios small or so large that many tokens are clipped. A difference
 is divided by the largest number of the column where that is above 1. *value* is the largest difference of a loss, a column
 or a share of clipped tokens; *gradient*, of the gradient in the log-probs (values, logits), at masked places too. What
 stands at 1e-8 is an epsilon of verl's in a denominator.
@@ -120,7 +120,7 @@ def page(table: dict[str, list[RowResult]], differences: dict[str, list[Differen
         all=len(lines),
         differ=len(lines) - agree,
         count=sum(map(len, differences.values())),
-        tolerance=TOLERANCE,
+        tolerance=number(TOLERANCE),
         shapes=len(SHAPES),
         seeds=SEEDS,
     )

@@ -32,11 +32,19 @@ MAP = ROOT / "docs/pages/from-verl.md"
 PEERS = ["verl-0.7.0", "verl-0.8.0", "verl-0.9.1", "trl-1.16.0"]
 
 
-def ask(peer: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the peer's functions return for the cases."""
+def python_of(peer: str) -> Path:
+    """The interpreter of its environment."""
     python = ROOT / "build/parity" / peer / "bin/python"
+    if peer not in PEERS:
+        sys.exit(f"{peer} is not compared. Name some of {' '.join(PEERS)}.")
     if not python.exists():
         sys.exit(f"There is no environment of {peer}: {python} is missing. Run `make parity`, which installs it.")
+    return python
+
+
+def ask(peer: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the peer's functions return for the cases."""
+    python = python_of(peer)
     side = HERE / f"{peer.partition('-')[0]}_side.py"
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder) / "cases.pt", Path(folder) / "results.pt"
@@ -63,6 +71,8 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", help="what has the text in its name; printed, and no page is written")
     parser.add_argument("--peers", nargs="*", default=PEERS, metavar="NAME", help=f"some of {' '.join(PEERS)}")
     arguments = parser.parse_args()
+    for peer in arguments.peers:
+        python_of(peer)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".* is alone in group .*")  # one of the differences
 

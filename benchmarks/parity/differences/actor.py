@@ -48,9 +48,11 @@ def minibatches_of(rows: int, columns: Columns) -> Columns:
     return {"value": sum((actor(part)["value"] for part in parts), torch.zeros(()))}
 
 
-def update(columns: Columns, compute: Callable[[Columns], Columns], **options: Any) -> list[Call]:
+def update(
+    columns: Columns, compute: Callable[[Columns], Columns], label: str = "pg_loss", **options: Any
+) -> list[Call]:
     """The loss that `DataParallelPPOActor.update_policy` reports."""
-    return [Call("pg_loss", "value", "actor_update", {"learning_rate": 0.0} | options, columns, compute)]
+    return [Call(label, "value", "actor_update", {"learning_rate": 0.0} | options, columns, compute)]
 
 
 nan = math.nan
@@ -63,10 +65,20 @@ ACTOR = [
         OLD,
         "A micro-batch's mean over tokens is weighted by its rows, or with `use_dynamic_bsz=False` by one over the number of "
         "micro-batches, not by its tokens. Terms for entropy and KL are treated likewise, and the critic's loss. The mean "
-        "over tokens of the mini-batch (DAPO, arXiv:2503.14476, eq. 8) is what one micro-batch gives: 4.",
-        "ratios 1, advantages [[-1, -2, -3], [-10]], `ppo_mini_batch_size=2`, `ppo_micro_batch_size_per_gpu=1`",
-        update(rollouts([[-1, -2, -3], [-10, nan, nan]]), actor, ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=1),
-        {"pg_loss": [4.0]},
+        "over tokens of the mini-batch (DAPO, arXiv:2503.14476, eq. 8) is what one micro-batch gives.",
+        "ratios 1, advantages [[-1, -2, -3], [-10]], `ppo_mini_batch_size=2`",
+        [
+            call
+            for label, micro in [("one micro-batch", 2), ("two micro-batches", 1)]
+            for call in update(
+                rollouts([[-1, -2, -3], [-10, nan, nan]]),
+                actor,
+                label,
+                ppo_mini_batch_size=2,
+                ppo_micro_batch_size_per_gpu=micro,
+            )
+        ],
+        {"one micro-batch": [4.0], "two micro-batches": [4.0]},
         absent=RECENT,
     ),
     Difference(

@@ -133,8 +133,8 @@ ADVANTAGES = [
         "`grpo_vectorized` runs under pytest only",
         BUG,
         OLD,
-        "It takes the module `torch.cuda` for a device, except where an environment variable says that pytest is running or "
-        "`VERL_FORCE_DEVICE` is set. The lines above set the latter.",
+        "It takes a module such as `torch.cuda` for a device, except where an environment variable says that pytest is running "
+        "or `VERL_FORCE_DEVICE` is set. The other numbers of `grpo_vectorized` are made with the latter.",
         "one group, rewards 0 and 1",
         [advantage("grpo_vectorized", rewards([0.0, 1.0], [0, 0]), grpo_advantages, force_device=False)],
         {"advantages": [-0.5 / (math.sqrt(0.5) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)]},
