@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 
@@ -24,6 +25,7 @@ if PROFILE == "default" and "FNPPO_WITHOUT_CHECKER" not in os.environ:
 
 import torch
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
+from hypothesis.errors import InvalidArgument
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -55,9 +57,9 @@ def unchecked():
 
 
 def pytest_collection_modifyitems(items):
-    """A property has the examples of its profile in all: by night, the cases of a parametrized one share them."""
-    if PROFILE == "nightly":
-        core = (item.function for item in items if item.get_closest_marker("core"))
-        cases = Counter(function for function in core if is_hypothesis_test(function))
-        for function, count in cases.items():
-            settings(max_examples=ceil(settings().max_examples / count))(function)
+    """The cases of a parametrized property share its examples: 100 by day, at most 25 and at least 4 each."""
+    cases = Counter(item.function for item in items if is_hypothesis_test(getattr(item, "function", None)))
+    for function, count in cases.items():
+        share = {"default": min(25, max(4, ceil(100 / count))), "nightly": ceil(settings().max_examples / count)}
+        with suppress(InvalidArgument):  # it has settings of its own
+            settings(max_examples=share.get(PROFILE, settings().max_examples))(function)
