@@ -64,6 +64,18 @@ def check_number(
     raise ValueError(f"{name} is {value}; it must be {kind}{' and'.join(filter(None, (low, high)))}. {remedy}")
 
 
+def check_hyper(name: str, number: Any, per_target: Tensor | None = None, **limits: Any) -> None:
+    """Raise a `ValueError` if a hyper-parameter is out of its limits (see `check_number`), or a tensor of neither one
+    number nor one a target: it would be broadcast.
+    """
+    check_number(name, number, **limits)
+    shapes = [()] if per_target is None else [(), tuple(per_target.shape)]
+    if isinstance(number, Tensor) and tuple(number.shape) not in shapes:
+        raise ValueError(
+            f"{name} has shape {tuple(number.shape)}; it needs {' or '.join(map(str, shapes))}. Give a number."
+        )
+
+
 def check_type(name: str, value: Any, wanted: type, remedy: str) -> None:
     """Raise a `ValueError` if `value` is of another type."""
     if not isinstance(value, wanted):

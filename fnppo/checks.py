@@ -140,6 +140,12 @@ def check_model_batch(batch: ModelBatch, *, vocab_size: int) -> None:
             "target",
         ),
         outside_vocabulary("token_ids", targets.token_ids, vocab_size, "target"),
+        Fault(
+            targets.rows.diff(prepend=targets.rows[:1]) < 0,
+            "its row is {value}, after a higher one. Targets stand row by row: sort them.",
+            targets.rows,
+            "target",
+        ),
     )
 
 

@@ -89,7 +89,8 @@ def importance_corrected(kl: KLEstimator, old_logprobs: Float[Tensor, " targets"
 
     With k1 or k3, E_old[ρ kl] = E_π[kl] = KL(π ‖ π_ref) holds for every π, hence for its gradient too, which flows through
     ρ as well. With k3 it is the KL of DeepSeek-V3.2 (arXiv:2512.02556). k2 and `straight_through` have the
-    right gradient only without that of ρ: do not correct them with this.
+    right gradient only without that of ρ: do not correct them with this. Computed in float64; a ρ of less than 1e-308
+    counts as that.
 
     Args:
         kl: `kl_k1` or `kl_k3`.
@@ -102,9 +103,10 @@ def importance_corrected(kl: KLEstimator, old_logprobs: Float[Tensor, " targets"
     """
 
     def estimator(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        ratio = _difference(logprobs, "old_logprobs", old_logprobs).exp()
-        # Not below the smallest number: 0 · inf would be NaN, which no cap finds and no reader understands.
-        return ratio.clamp(min=torch.finfo(ratio.dtype).tiny) * kl(logprobs, ref_logprobs)
+        # In float32 ρ is 0 and k3 infinite from 87 nats on, though their product is 1.
+        here, ref, old = (column.double() for column in (logprobs, ref_logprobs, old_logprobs))
+        ratio = _difference(here, "old_logprobs", old).exp()
+        return (ratio.clamp(min=torch.finfo(ratio.dtype).tiny) * kl(here, ref)).to(logprobs.dtype)
 
     return estimator
 

@@ -46,7 +46,7 @@ def exact_kl(
 
     Returns:
         [targets], in nats, at least 0 up to rounding; infinite where the policy can choose a token that the reference
-        cannot.
+        cannot; its gradient is NaN there, unless `ppo_loss(kl_cap=...)` takes it out.
 
     Raises:
         ValueError: as in `forward_logprobs`; the vocabularies differ; or the policy draws dropout, and no `ref_policy`

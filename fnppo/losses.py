@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.arguments import check_number, check_tensor, check_type
+from fnppo.arguments import check_hyper, check_tensor, check_type
 from fnppo.checks import check_targets
 from fnppo.kl import KLEstimator, capped, kl_k3
 from fnppo.metrics import Metrics, count_targets
-from fnppo.surrogates import Surrogate, check_scalar, clipped_surrogate, column
+from fnppo.surrogates import Surrogate, clipped_surrogate, column
 from fnppo.types import Targets, TokenStats
 
 
@@ -59,18 +59,14 @@ def ppo_loss(
     >>> loss, metrics.per_token["dual_clip_fraction"]
     (tensor(3.), tensor(1.))
     """
-    check_number("entropy_coef", entropy_coef, remedy="Use 0 for no bonus; below 0 it is a penalty.")
-    check_number("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
+    check_hyper("entropy_coef", entropy_coef, remedy="Use 0 for no bonus; below 0 it is a penalty.")
+    check_hyper("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
     if not isinstance(kl, Tensor) and not callable(kl):
         raise ValueError(
             f"kl is a {type(kl).__name__}; an estimator or a tensor is needed. Use one of fnppo.kl, or exact_kl."
         )
     if kl_cap is not None:
-        check_number(
-            "kl_cap", kl_cap, above=0, infinite=True, remedy="It is the largest KL of a token; None is no cap."
-        )
-    for name, number in (("entropy_coef", entropy_coef), ("kl_coef", kl_coef), ("kl_cap", kl_cap)):
-        check_scalar(name, number)
+        check_hyper("kl_cap", kl_cap, above=0, infinite=True, remedy="It is the largest KL of a token; None is no cap.")
     check_targets(targets)
     check_type("stats", stats, TokenStats, "Use what forward_logprobs returned.")
     for name, values in stats._asdict().items():
@@ -84,7 +80,12 @@ def ppo_loss(
     with_entropy, with_kl = _is_on(entropy_coef), _is_on(kl_coef)
     weights = column("loss_weights", targets)
 
-    losses, clips = surrogate(stats, targets, **numbers)
+    found: Any = surrogate(stats, targets, **numbers)
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+        raise ValueError(
+            f"surrogate returned a {type(found).__name__}; (losses, clips) are needed. Return (losses, {{}}) where nothing is clipped."
+        )
+    losses, clips = found
     _check_per_target("surrogate", losses, targets)
     policy_loss = (weights * losses).sum()
     loss = policy_loss
@@ -147,8 +148,7 @@ def add_losses(
     >>> add_losses(*pair, coef=0.5)[1].per_step
     {'loss': tensor(2.5000), 'policy_loss': tensor(1.), 'value_loss': tensor(3.)}
     """
-    check_number("coef", coef, remedy="It weighs the second loss.")
-    check_scalar("coef", coef)
+    check_hyper("coef", coef, remedy="It weighs the second loss.")
     for name, pair in (("first", first), ("second", second)):
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], Metrics):
             raise ValueError(f"{name} is no (loss, metrics). Give what ppo_loss or value_loss returned.")

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.arguments import check_number, check_tensor, check_type
+from fnppo.arguments import check_hyper, check_type
 from fnppo.checks import check_batch, check_model_batch, check_targets, check_vocabulary
 from fnppo.critic import Critic
 from fnppo.layouts import Layout, forward_rows, packed
 from fnppo.logprobs import logprobs_of_hidden
 from fnppo.metrics import Metrics, count_targets
 from fnppo.policy import Policy
-from fnppo.surrogates import check_scalar, column
+from fnppo.surrogates import column, one_a_target
 from fnppo.types import ModelBatch, PaddedBatch, Params, Targets, TokenStats
 
 
@@ -160,20 +160,14 @@ def value_loss(
     (tensor(1.4450), tensor(1.))
     """
     check_targets(targets)
-    check_tensor("values", values)
-    if values.shape != targets.token_ids.shape:  # it would be broadcast
-        raise ValueError(
-            f"values has shape {tuple(values.shape)}; there are {targets.token_ids.numel()} targets. Take values and targets "
-            "of the same batch."
-        )
+    one_a_target("values", values, targets)
     returns, weights = column("returns", targets), column("loss_weights", targets)
     error = values - returns
     clips = torch.zeros_like(error, dtype=torch.bool)
     if clip is not None:
-        check_number(
+        check_hyper(
             "clip", clip, least=0, infinite=True, remedy="It is a distance from the old value; None is no clip."
         )
-        check_scalar("clip", clip)
         old = column("values", targets)
         error = error + 0 * old  # so that NaN among the old values is seen, which the comparison would pass over
         bounded = torch.clamp(values.detach(), old - clip, old + clip) - returns

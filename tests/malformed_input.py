@@ -1040,3 +1040,42 @@ def test_attention_called_by_hand(backend):
     refused(lambda: attend(segments=None), "segments is a NoneType", "segments_of")
     for window in (0, -1, 1.5):
         refused(lambda: attend(window=window), f"window is {window}", "at least 1")
+
+
+def test_rows_out_of_order():
+    """A sequence surrogate would take a row that comes back for another one."""
+    batch = laid_out()[0]
+    targets = batch.targets
+    assert targets.rows[-1] > 0
+    wrong = targets._replace(rows=targets.rows.flip(0))
+    refused(lambda: forward(batch._replace(targets=wrong)), "its row is 0, after a higher one", "sort them")
+
+
+def test_numbers_of_advantages_are_not_broadcast():
+    columns, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    three, two = torch.full((3,), 0.5), torch.full((2,), 0.5)
+    groups, rewards = tensor([0, 0]), tensor([1.0, 0.0])
+    for name in ("gamma", "lam"):
+        refused(lambda: fnppo.gae_advantages(columns, columns, mask, **{name: three}), f"{name} has shape (3,)")
+    refused(lambda: advantages.discounted_returns(columns, mask, gamma=three), "gamma has shape (3,)")
+    refused(lambda: advantages.kl_in_reward(columns, columns, columns, mask, kl_coef=three), "kl_coef has shape (3,)")
+    refused(lambda: grpo_advantages(rewards, groups, eps=two), "eps has shape (2,)")
+    refused(lambda: advantages.whiten(columns, mask, eps=three), "eps has shape (3,)")
+    keep = tensor([True, True])
+    of_three = lambda: advantages.reinforce_plus_plus_baseline_advantages(
+        rewards, groups, torch.ones(3, 2) > 0, keep=keep
+    )
+    refused(of_three, "values has shape (2,)", "3 rows")
+
+
+def test_rows_are_masked_before_they_are_weighed():
+    batch = fnppo.token_mean(fnppo.padded_batch([[1], [1]], [[2], [3]]))
+    refused(lambda: advantages.mask_rows(batch, tensor([True, False])), "the batch has loss_weights")
+
+
+def test_surrogates_that_return_no_pair():
+    batch = laid_out()[0]
+    stats = forward(batch)
+    for returned, kind in ((stats.logprobs, "Tensor"), ((stats.logprobs,), "tuple"), (None, "NoneType")):
+        one = lambda *_, returned=returned: returned
+        refused(lambda: fnppo.ppo_loss(stats, batch.targets, surrogate=one), f"surrogate returned a {kind}", "{}")

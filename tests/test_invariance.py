@@ -1,4 +1,6 @@
-"""The promise of the library, for every surrogate and all weights: a split and an order change no number."""
+"""The promise of the library, for every surrogate and all weights: split, order and layout change no number."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,11 @@ import fnppo
 from fnppo import TokenStats, ppo_loss
 from fnppo.surrogates.selection import select_clip_cov, select_kl_cov, select_top_entropy
 from fnppo.testing import padded_batches, splits
+
+LAYOUTS = st.sampled_from(
+    [fnppo.pack_sequences, fnppo.pad_sequences, partial(fnppo.pack_sequences, share_prefixes=True)]
+)
+KLS = st.sampled_from([fnppo.kl_k2, fnppo.kl_k3, fnppo.straight_through(fnppo.kl_abs)])
 
 
 def loss_and_gradient(parts, theta, mode, **options):
@@ -47,9 +54,9 @@ def test_a_split_and_an_order_change_no_number(name, unchecked, data):
     batch = select_clip_cov(batch._replace(extra=extra), theta, generator=g, fraction=0.4, low=-9.0, high=9.0)
     batch = select_top_entropy(select_kl_cov(batch, theta, fraction=0.4), normal().abs(), fraction=0.4)
     whole = [fnppo.pack_sequences(batch).targets]
-    parts = [fnppo.pack_sequences(fnppo.select_rows(batch, rows)).targets for rows in groups]
+    parts = [data.draw(LAYOUTS)(fnppo.select_rows(batch, rows)).targets for rows in groups]
     surrogate, numbers = CASES[name]
-    options = {"surrogate": surrogate, "entropy_coef": 0.1, "kl_coef": 0.2, **numbers}
+    options = {"surrogate": surrogate, "entropy_coef": 0.1, "kl_coef": 0.2, "kl": data.draw(KLS), **numbers}
     for mode in MODES:
         one = loss_and_gradient(whole, theta.flatten(), mode, **options)
         many = loss_and_gradient(parts, theta.flatten(), mode, **options)

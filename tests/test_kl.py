@@ -12,6 +12,7 @@ from torch import tensor
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
+import fnppo
 from fnppo.kl import capped, importance_corrected, kl_abs, kl_k1, kl_k2, kl_k3, straight_through
 
 F64 = torch.float64
@@ -250,3 +251,10 @@ def test_compiled_without_graph_breaks():
     """In a process of its own: torch.compile cannot read the run-time checker of the tests."""
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
     assert child.stdout == "compiled\n", child.stderr[-2000:]
+
+
+def test_the_corrected_estimator_where_float32_holds_neither_factor():
+    """ρ is 0 and k3 infinite; their product is 1 and no longer moves."""
+    logprobs, old = torch.tensor([-100.0], requires_grad=True), torch.tensor([-1.0])
+    value = fnppo.importance_corrected(kl_k3, old)(logprobs, old)
+    assert (value.item(), torch.autograd.grad(value.sum(), logprobs)[0].item()) == (1.0, pytest.approx(0, abs=1e-30))

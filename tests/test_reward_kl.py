@@ -82,3 +82,8 @@ def test_bad_numbers():
         adapt_kl(AdaptiveKL(-1), 1.0, target=6.0)
     with pytest.raises(ValueError, match="state is a float; a AdaptiveKL is needed"):
         unwrap(adapt_kl)(0.5, 1.0, target=6.0)
+
+
+def test_a_coefficient_that_is_a_whole_number():
+    """It is a number like others: the KL is not rounded to its dtype."""
+    assert adapt_kl(AdaptiveKL(1), 0.9, target=0.5).coef == adapt_kl(AdaptiveKL(1.0), 0.9, target=0.5).coef

@@ -11,6 +11,7 @@ from torch import tensor
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
+import fnppo
 from fnppo import TokenStats, pack_sequences, padded_batch, ppo_loss, summarize, token_mean
 from fnppo.surrogates import (
     cispo,
@@ -382,3 +383,12 @@ def test_under_grad_vmap_and_compile(name, unchecked):
         step = 1e-6
         up, down = (loss(logprobs, tensors | {number: tensors[number] + sign * step}) for sign in (1, -1))
         assert slope.item() == pytest.approx(((up - down) / (2 * step)).item(), rel=1e-6, abs=1e-7)
+
+
+def test_no_clip_has_no_gradient_of_nan_in_the_advantages():
+    index, one = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.float64)
+    targets = fnppo.Targets(index, index, index, index, old_logprobs=0 * one)
+    loss = lambda a: fnppo.clipped_surrogate(
+        fnppo.TokenStats(one), targets._replace(advantages=a), clip_low=math.inf, clip_high=math.inf
+    )[0].sum()
+    assert torch.func.grad(loss)(one).item() == pytest.approx(-math.e)

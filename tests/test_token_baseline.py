@@ -126,3 +126,13 @@ def test_bad_columns():
         run(rewards, torch.zeros(2), mask, **good)
     with pytest.raises(ValueError, match="lone_baseline is nan; it must be a finite number"):
         run(rewards, groups, mask, **good, lone_baseline=NAN)
+
+
+def test_weights_whose_squares_overflow():
+    """The baseline is a ratio: a weight of 1e20 leaves the other response without influence, and nothing is NaN."""
+    mask, ones = torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 1)
+    found = otb_advantages(
+        torch.tensor([[1.0], [0.0]]), torch.tensor([0, 0]), mask,
+        logprobs=-ones, sum_squared_probs=0.5 * ones, importance_weights=torch.tensor([[1e20], [1.0]]),
+    )  # fmt: skip
+    torch.testing.assert_close(found, torch.tensor([[0.0], [-1.0]]))

@@ -116,3 +116,11 @@ def test_bad_columns():
         unwrap(whiten)(torch.zeros(1, 3), mask)
     with pytest.raises(ValueError, match="gamma is 2; it must be a finite number of at least 0 and of at most 1"):
         reinforce_plus_plus_advantages(torch.zeros(1, 2), mask, gamma=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    assert not bool(whiten(torch.full((64, 64), 0.7, dtype=dtype), mask).any())
+    values = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 1000).to(dtype)
+    torch.testing.assert_close(whiten(values, mask), whiten(values.float(), mask))

@@ -113,7 +113,7 @@ def value_loss(columns: Columns, *, clip: float, weights: Weights = fnppo.token_
 
 def of_responses(estimator: Callable[..., Tensor], columns: Columns, **options: Any) -> Columns:
     """Advantages of responses, given to their tokens. Rewards are verl's: the sum over the tokens."""
-    from fnppo.token_columns import on_every_token
+    from fnppo.advantages import on_every_token
 
     rewards = columns["token_level_rewards"].sum(1)
     return {"value": on_every_token(estimator(rewards, columns["index"], **options), columns["response_mask"])}
@@ -133,7 +133,7 @@ def correction(columns: Columns, function: Callable[[fnppo.PaddedBatch], Tensor]
 
 def diagnostics(columns: Columns) -> Columns:
     """`off_policy_diagnostics`, under verl's names."""
-    from fnppo.off_policy import off_policy_diagnostics
+    from fnppo.corrections import off_policy_diagnostics
 
     names = {
         "kl": "mismatch_k1",

@@ -4,6 +4,7 @@
 
 from fnppo.advantages.gae import discounted_returns, gae_advantages
 from fnppo.advantages.outcome import (
+    Scale,
     batch_std,
     dr_grpo_advantages,
     gdpo_advantages,
@@ -27,6 +28,7 @@ from fnppo.advantages.whitening import (
 
 __all__ = [
     "AdaptiveKL",
+    "Scale",
     "adapt_kl",
     "batch_std",
     "best_response_advantages",

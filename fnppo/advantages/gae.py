@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fnppo.advantages.token_columns import learned_columns, learned_first, moved, moved_back
-from fnppo.arguments import check_number
+from fnppo.arguments import check_hyper
 
 
 def gae_advantages(
@@ -43,7 +43,7 @@ def gae_advantages(
     tensor([[1., 1., 0.]])
     """
     for name, number in (("gamma", gamma), ("lam", lam)):
-        check_number(name, number, least=0, most=1, remedy="It discounts, and 1 does not.")
+        check_hyper(name, number, least=0, most=1, remedy="It discounts, and 1 does not.")
     learned, (rewards, values) = learned_columns(loss_mask, rewards=rewards, values=values)
     places = learned_first(learned)
     in_order = moved(values, places)
@@ -65,7 +65,7 @@ def discounted_returns(
     >>> discounted_returns(torch.tensor([[1.0, 9.0, 4.0]]), mask, gamma=0.5)
     tensor([[3., 0., 4.]])
     """
-    check_number("gamma", gamma, least=0, most=1, remedy="It discounts, and 1 does not.")
+    check_hyper("gamma", gamma, least=0, most=1, remedy="It discounts, and 1 does not.")
     learned, (rewards,) = learned_columns(loss_mask, rewards=rewards)
     places = learned_first(learned)
     return moved_back(discounted_sum(moved(rewards, places), gamma), places)

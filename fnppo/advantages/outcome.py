@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fnppo.advantages.groups import above_lowest, group_centred, group_count, group_max, group_sum, root
 from fnppo.advantages.rewards import check_rewards, check_row_column, grouped
-from fnppo.arguments import check_number, check_tensor
+from fnppo.arguments import check_hyper, check_number, check_tensor
 from fnppo.faults import Fault, refuse
 
 Scale: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -57,7 +57,7 @@ def grpo_advantages(
         rewards: one a response, finite; integers and booleans count as float32.
         groups: prompt group of each response; members need not stand together.
         scale: the std, `group_std` or `batch_std`; None divides by nothing, not even by eps.
-        eps: floor of the standard deviation.
+        eps: is added to the standard deviation.
         keep: responses that count; all where it is None.
 
     Returns:
@@ -240,7 +240,7 @@ def check_scale(scale: Any, eps: float | Tensor) -> None:
     """Raise a `ValueError` where they are not as in `grpo_advantages`."""
     if not (scale is None or callable(scale)):
         raise ValueError(f"scale is {scale!r}; it must be a function or None. Use group_std, batch_std or None.")
-    check_number("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-6.")
+    check_hyper("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-6.")
 
 
 def scaled(

@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fnppo.advantages.token_columns import learned_columns
-from fnppo.arguments import check_number, check_type
+from fnppo.arguments import check_hyper, check_type
 from fnppo.kl import KLEstimator, kl_k1
 
 
@@ -44,7 +44,7 @@ def kl_in_reward(
     >>> rewards, kl
     (tensor([[-0.2500,  1.0000]]), tensor([0.5000]))
     """
-    check_number("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
+    check_hyper("kl_coef", kl_coef, least=0, remedy="Use 0 for no term; below 0 it would drive the policy away.")
     columns = {"rewards": rewards, "logprobs": logprobs, "ref_logprobs": ref_logprobs}
     learned, (rewards, logprobs, ref_logprobs) = learned_columns(loss_mask, **columns)
     penalty = kl(logprobs.flatten(), ref_logprobs.flatten())
@@ -85,20 +85,21 @@ def adapt_kl(
     AdaptiveKL(coef=tensor(0.5100))
     """
     check_type("state", state, AdaptiveKL, "Begin with AdaptiveKL(0.1).")
-    check_number("coef", state.coef, least=0, remedy="Begin with a number such as AdaptiveKL(0.1).")
-    check_number("kl", kl, remedy="Give kl.mean() of what kl_in_reward returned.")
-    check_number("target", target, above=0, remedy="It is a KL, such as 6 nats a response.")
-    check_number(
+    check_hyper("coef", state.coef, least=0, remedy="Begin with a number such as AdaptiveKL(0.1).")
+    check_hyper("kl", kl, remedy="Give kl.mean() of what kl_in_reward returned.")
+    check_hyper("target", target, above=0, remedy="It is a KL, such as 6 nats a response.")
+    check_hyper(
         "gain", gain, above=0, remedy="It is a share of the error, such as 0.1; a fixed coefficient needs no update."
     )
-    check_number("max_error", max_error, above=0, remedy="It bounds the relative error, such as 0.2.")
-    check_number(
+    check_hyper("max_error", max_error, above=0, remedy="It bounds the relative error, such as 0.2.")
+    check_hyper(
         "gain * max_error",
         gain * max_error,
         below=1,
         remedy="A step of 1 would end at coefficient 0. Lower gain or max_error.",
     )
     coef = torch.as_tensor(state.coef)
+    coef = coef if coef.is_floating_point() else coef.float()
     error = torch.as_tensor(kl, dtype=coef.dtype, device=coef.device) / target - 1
     bound = torch.as_tensor(max_error, dtype=error.dtype, device=error.device)
     error = error.clamp(-bound, bound)

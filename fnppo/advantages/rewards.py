@@ -25,10 +25,12 @@ def grouped(
     """
     check_row_column("groups", groups, rewards)
     rewards, kept = check_rewards(rewards, keep)
-    return rewards, check_groups(groups, rewards, stacklevel=4), kept
+    return rewards, check_groups(groups, rewards, kept, stacklevel=4), kept
 
 
-def check_groups(groups: Tensor, rows: Tensor, *, stacklevel: int = 3) -> Int[Tensor, " batch"]:
+def check_groups(
+    groups: Tensor, rows: Tensor, kept: Tensor | None = None, *, stacklevel: int = 3
+) -> Int[Tensor, " batch"]:
     """`group_index` of groups that fit the rows, with a warning of a row that is alone; inside a transform ids are unknown.
 
     Raises:
@@ -44,7 +46,8 @@ def check_groups(groups: Tensor, rows: Tensor, *, stacklevel: int = 3) -> Int[Te
     index = group_index(groups)
     if inside_transform():
         return index
-    lone = (group_count(index, torch.ones_like(index, dtype=torch.bool)) == 1).nonzero()[:, 0].tolist()
+    kept = torch.ones_like(index, dtype=torch.bool) if kept is None else kept
+    lone = (kept & (group_count(index, kept) == 1)).nonzero()[:, 0].tolist()
     if lone:
         warnings.warn(
             f"row {lone[0]} is alone in group {groups[lone[0]].item()}, with nothing to be compared with. Check the group ids.",

@@ -7,6 +7,7 @@ from fnppo.advantages.groups import above_lowest, group_max
 from fnppo.advantages.rewards import grouped, not_a_row_mask
 from fnppo.arguments import check_device, check_tensor
 from fnppo.checks import check_batch
+from fnppo.corrections.masks import reject
 from fnppo.faults import refuse
 from fnppo.types import PaddedBatch
 
@@ -42,7 +43,7 @@ def mask_rows(batch: PaddedBatch, rows: Shaped[Tensor, " batch"]) -> PaddedBatch
         rows: a mask: True on rows to be learned, such as `rewards_differ` gives.
 
     Raises:
-        ValueError: the batch is malformed, or rows is not a mask with one entry a row.
+        ValueError: the batch is malformed or has `loss_weights` already, or rows is not a mask with one entry a row.
 
     >>> import torch
     >>> from fnppo import padded_batch
@@ -58,4 +59,4 @@ def mask_rows(batch: PaddedBatch, rows: Shaped[Tensor, " batch"]) -> PaddedBatch
         )
     check_device("rows", rows, "loss_mask", batch.loss_mask)
     refuse(not_a_row_mask("rows", rows))
-    return batch._replace(loss_mask=batch.loss_mask & (rows != 0)[:, None])
+    return reject(batch, (rows != 0)[:, None].expand(batch.loss_mask.shape))

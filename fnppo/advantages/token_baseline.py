@@ -8,7 +8,7 @@ from fnppo.advantages.gae import discounted_sum
 from fnppo.advantages.groups import above_lowest, group_count, group_sum
 from fnppo.advantages.rewards import check_groups
 from fnppo.advantages.token_columns import learned_columns, learned_first, moved, moved_back
-from fnppo.arguments import check_number
+from fnppo.arguments import check_hyper
 
 
 def otb_advantages(
@@ -53,7 +53,7 @@ def otb_advantages(
             [-0.3077,  0.0000]])
     """
     if lone_baseline is not None:
-        check_number("lone_baseline", lone_baseline, remedy="Use 0, or None for advantage 0.")
+        check_hyper("lone_baseline", lone_baseline, remedy="Use 0, or None for advantage 0.")
     columns = {"rewards": rewards, "logprobs": logprobs, "sum_squared_probs": sum_squared_probs}
     if importance_weights is not None:
         columns["importance_weights"] = importance_weights
@@ -61,7 +61,8 @@ def otb_advantages(
     index = check_groups(groups, loss_mask)
     energy = (1 - 2 * logprobs.exp() + sum_squared_probs).clamp(min=0)  # rounding can push it below 0
     for rho in weights:
-        energy = energy * rho.square()
+        largest = rho.abs().amax().clamp(min=1) if rho.numel() else 1  # the baseline is a ratio of energies
+        energy = energy * (rho / largest).square()
 
     places = learned_first(learned)
     there = moved(learned, places)

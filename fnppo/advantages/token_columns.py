@@ -44,7 +44,7 @@ def on_last_token(
 def learned_columns(
     loss_mask: Shaped[Tensor, "batch seq"], **columns: Tensor
 ) -> tuple[Bool[Tensor, "batch seq"], list[Float[Tensor, "batch seq"]]]:
-    """(loss_mask as booleans, the columns with 0 elsewhere: what stands there is never read).
+    """(loss_mask as booleans, the columns in float32 or better, with 0 elsewhere: what stands there is never read).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or a column is not finite at a learned token.
@@ -61,7 +61,8 @@ def learned_columns(
         raise ValueError(f"shapes differ or are not [batch, seq]: {shapes}. Every column is token-aligned.")
     learned = loss_mask != 0
     refuse(not_a_mask("loss_mask", loss_mask), *(not_finite(name, each, learned) for name, each in columns.items()))
-    return learned, [torch.where(learned, column, 0) for column in columns.values()]
+    precise = (column.to(torch.promote_types(column.dtype, torch.float32)) for column in columns.values())
+    return learned, [torch.where(learned, column, 0) for column in precise]
 
 
 def learned_first(learned: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:

@@ -11,7 +11,7 @@ from fnppo.advantages.gae import discounted_returns
 from fnppo.advantages.groups import root
 from fnppo.advantages.outcome import dr_grpo_advantages
 from fnppo.advantages.token_columns import learned_columns, on_every_token
-from fnppo.arguments import check_number
+from fnppo.arguments import check_hyper
 
 
 def whiten(
@@ -24,7 +24,7 @@ def whiten(
     Fewer than two learned tokens have no standard deviation, and are returned as they are. Equal values become exactly 0.
 
     Args:
-        eps: floor of the standard deviation.
+        eps: is added to the standard deviation.
 
     Raises:
         ValueError: the shapes differ, a value is not finite at a learned token, or eps is not above 0.
@@ -32,7 +32,7 @@ def whiten(
     >>> whiten(torch.tensor([[1.0, 3.0, 7.0]]), torch.tensor([[True, True, False]]))
     tensor([[-0.7071,  0.7071,  0.0000]])
     """
-    check_number("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-8.")
+    check_hyper("eps", eps, above=0, remedy="It keeps a division by 0 away, such as 1e-8.")
     learned, (values,) = learned_columns(loss_mask, values=values)
     if not values.numel():
         return values
@@ -96,5 +96,5 @@ def reinforce_plus_plus_baseline_advantages(
             [-1.1547,  0.0000]])
     """
     advantages = dr_grpo_advantages(rewards, groups, keep=keep)
-    kept = loss_mask if keep is None else (loss_mask != 0) & (keep != 0)[:, None]
-    return whiten(on_every_token(advantages, loss_mask), kept, eps=eps)
+    column = on_every_token(advantages, loss_mask)
+    return whiten(column, loss_mask if keep is None else (loss_mask != 0) & (keep != 0)[:, None], eps=eps)

@@ -21,7 +21,7 @@ by them; `reject` clears `loss_mask` where a mask does. Compose them as the pape
     veto: no row with a token that the trainer would hardly have drawn
         reject(batch, whole_rows(inside(token_ratios(batch), low=1e-4, high=math.inf), batch))
     off-policy sequence mask (DeepSeek-V3.2, arXiv:2512.02556)
-        reject(batch, off_policy_mask(batch, threshold=0.1))
+        with_importance_weights(batch, off_policy_mask(batch, threshold=0.1))
 
 All of it runs once for a batch, before it is split. No value is read where `loss_mask` is clear; ratios are 0 there, and
 what a mask says there is of no consequence. Sequences are rows with a learned token; what is of a row stands at each of its

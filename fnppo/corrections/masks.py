@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fnppo.arguments import check_floating, check_number, check_tensor
+from fnppo.arguments import check_floating, check_hyper, check_tensor
 from fnppo.checks import check_batch
 from fnppo.corrections.diagnostics import both_logprobs, check_fits, row_means
 from fnppo.kl import KLEstimator, kl_k3
-from fnppo.surrogates import check_scalar
 from fnppo.transforms import inside_transform
 from fnppo.types import PaddedBatch
 
@@ -29,10 +28,8 @@ def inside(
     """
     check_floating("ratios", ratios)
     remedy = "It bounds a ratio, which is 1 where both policies agree."
-    check_number("low", low, least=0, remedy=remedy)
-    check_number("high", high, above=0, infinite=True, remedy=remedy)
-    check_scalar("low", low)
-    check_scalar("high", high)
+    check_hyper("low", low, least=0, remedy=remedy)
+    check_hyper("high", high, above=0, infinite=True, remedy=remedy)
     if not inside_transform() and bool(low > high):
         raise ValueError(f"low is {low}, high is {high}: nothing lies between them. Exchange them.")
     return (ratios >= low) & (ratios <= high)
@@ -76,8 +73,7 @@ def near_sampler(batch: PaddedBatch, *, most: float | Tensor, kl: KLEstimator = 
     tensor([[ True,  True],
             [False, False]])
     """
-    check_number("most", most, above=0, infinite=True, remedy="It is a KL in nats, such as 0.1.")
-    check_scalar("most", most)
+    check_hyper("most", most, above=0, infinite=True, remedy="It is a KL in nats, such as 0.1.")
     old, sampler, mask = both_logprobs(batch)
     estimates = kl(sampler.flatten(), old.flatten()).reshape(mask.shape)
     return (row_means(estimates, mask) <= most).expand(mask.shape)
@@ -87,7 +83,8 @@ def off_policy_mask(batch: PaddedBatch, *, threshold: float | Tensor) -> Bool[Te
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): False where A_t < 0 and, in the mean over the
     learned tokens of the row, log(π_sampler / π_old) > threshold.
 
-    What the policy would hardly do any more is not unlearned further; good tokens are always kept. In the paper the
+    What the policy would hardly do any more is not unlearned further; good tokens are always kept. In the paper the mask
+    multiplies the policy loss alone, as `with_importance_weights` has it; divisors and KL are those of all tokens. The
     policy is the current one: for that, put its log-probs into `old_logprobs`.
 
     Args:
@@ -104,8 +101,7 @@ def off_policy_mask(batch: PaddedBatch, *, threshold: float | Tensor) -> Bool[Te
     tensor([[ True,  True],
             [ True, False]])
     """
-    check_number("threshold", threshold, infinite=True, remedy="It is a mean of log-ratios, such as 0.1.")
-    check_scalar("threshold", threshold)
+    check_hyper("threshold", threshold, infinite=True, remedy="It is a mean of log-ratios, such as 0.1.")
     old, sampler, mask = both_logprobs(batch)
     if batch.advantages is None:
         raise ValueError("off_policy_mask needs batch.advantages. Compute them first, such as with grpo_advantages.")

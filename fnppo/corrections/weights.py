@@ -4,10 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.arguments import check_floating, check_number
+from fnppo.arguments import check_floating, check_hyper
 from fnppo.corrections.diagnostics import both_logprobs, checked_weights, or_one, row_means
 from fnppo.corrections.masks import inside
-from fnppo.surrogates import check_scalar
 from fnppo.types import PaddedBatch
 
 
@@ -80,8 +79,7 @@ def truncate(weights: Float[Tensor, "batch seq"], *, at: float | Tensor) -> Floa
     tensor([[0.0000, 0.5000, 2.0000]])
     """
     check_floating("weights", weights)
-    check_number("at", at, above=0, infinite=True, remedy="It is the largest weight, such as 2.")
-    check_scalar("at", at)
+    check_hyper("at", at, above=0, infinite=True, remedy="It is the largest weight, such as 2.")
     return torch.where(weights > at, at, weights)
 
 
@@ -137,7 +135,8 @@ def sequence_normalized(weights: Float[Tensor, "batch seq"], batch: PaddedBatch)
 
 
 def with_importance_weights(batch: PaddedBatch, weights: Float[Tensor, "batch seq"]) -> PaddedBatch:
-    """The batch with `extra["importance_weights"]`, which every layout carries along, for a surrogate that multiplies by it.
+    """The batch with `extra["importance_weights"]`, which `ppo_loss(surrogate=weighted(...))` multiplies by; no other loss
+    reads it. A mask of booleans is taken as weights of 0 and 1.
 
     A token of weight 0 adds no policy loss, but is still a learned token: it counts in the divisors of `token_mean` and
     its siblings, in the metrics, in the entropy and in the KL. So the loss of the others does not grow, and its
@@ -151,5 +150,5 @@ def with_importance_weights(batch: PaddedBatch, weights: Float[Tensor, "batch se
     >>> batch.extra["importance_weights"]
     tensor([[0., 1., 0.]])
     """
-    weights, _ = checked_weights(weights, batch)
+    weights, _ = checked_weights(weights.float() if weights.dtype == torch.bool else weights, batch)
     return batch._replace(extra=batch.extra | {"importance_weights": weights})

@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, check_hyper, column, log_ratio
+from fnppo.arguments import check_hyper
+from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, column, log_ratio
 from fnppo.types import Targets, TokenStats
 
 
@@ -76,7 +77,8 @@ def clip_ratio(
     losses = ratio_loss(torch.where(clipped, 0, logratio + weight), advantages)
     scale = -advantages * torch.where(clipped, weight, 0).exp()
     for name, bound in bounds.items():
-        losses = torch.where(clips[name], scale * bound, losses)
+        # An infinite bound is never reached, and 0 · inf would be a gradient of NaN.
+        losses = torch.where(clips[name], scale * torch.where(clips[name], bound, 0), losses)
     return losses, as_floats(clips, ratio)
 
 

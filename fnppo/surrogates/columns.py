@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fnppo.arguments import check_number, check_tensor
+from fnppo.arguments import check_hyper, check_tensor
 from fnppo.types import Targets, TokenStats
 
 PerTarget: TypeAlias = tuple[Float[Tensor, " targets"], dict[str, Float[Tensor, " targets"]]]
@@ -55,13 +55,6 @@ def one_a_target(name: str, values: Tensor, targets: Targets) -> Tensor:
     return values
 
 
-def check_hyper(name: str, number: Any, per_target: Tensor | None = None, **limits: Any) -> None:
-    """Raise a `ValueError` if a hyper-parameter is out of its limits (see `check_number`), or neither a number nor of
-    the shape of `per_target`."""
-    check_number(name, number, **limits)
-    check_scalar(name, number, *(() if per_target is None else (tuple(per_target.shape),)))
-
-
 def check_clips(
     clip_low: Any,
     clip_high: Any,
@@ -71,14 +64,6 @@ def check_clips(
     """Raise a `ValueError` if a clip is negative, or neither a number nor one a target."""
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         check_hyper(name, clip, per_target, least=0, infinite=True, remedy=remedy)
-
-
-def check_scalar(name: str, number: float | Tensor | None, *shapes: tuple[int, ...]) -> None:
-    """Raise a `ValueError` if a tensor of numbers has neither no dim nor one of `shapes`: it would be broadcast."""
-    if isinstance(number, Tensor) and tuple(number.shape) not in ((), *shapes):
-        raise ValueError(
-            f"{name} has shape {tuple(number.shape)}; it needs {' or '.join(map(str, ((), *shapes)))}. Give a number."
-        )
 
 
 def as_floats(clips: dict[str, Bool[Tensor, " targets"]], like: Tensor) -> dict[str, Float[Tensor, " targets"]]:

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from fnppo.arguments import check_hyper
 from fnppo.surrogates.clipped import clip_ratio
-from fnppo.surrogates.columns import PerTarget, as_floats, check_hyper, column, log_ratio
+from fnppo.surrogates.columns import PerTarget, as_floats, column, log_ratio
 from fnppo.types import Targets, TokenStats
 
 
@@ -47,7 +48,7 @@ def decoupled_surrogate(
     logweight = column("old_logprobs", targets) - column("sampler_logprobs", targets)
     over = torch.zeros_like(logweight, dtype=torch.bool)
     if weight_cap is not None:
-        check_hyper("weight_cap", weight_cap, above=0, remedy="It bounds a ratio; None turns it off.")
+        check_hyper("weight_cap", weight_cap, above=0, infinite=True, remedy="It bounds a ratio; None turns it off.")
         limit = (torch.zeros_like(logweight) + weight_cap).log()
         over = logweight > limit
         logweight = torch.where(over, limit, logweight)

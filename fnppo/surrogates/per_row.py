@@ -13,7 +13,7 @@ from fnppo.types import Targets
 
 
 def row_sum(values: Float[Tensor, " targets"], targets: Targets) -> Float[Tensor, " targets"]:
-    """For each target, the sum of `values` over the targets of its row.
+    """For each target, the sum of `values` over the targets of its row, which stand together: `Targets` are row-major.
 
     Raises:
         ValueError: there is not one value a target.

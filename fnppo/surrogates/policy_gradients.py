@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, check_hyper, column, log_ratio, one_a_target
+from fnppo.arguments import check_hyper
+from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, column, log_ratio, one_a_target
 from fnppo.types import Targets, TokenStats
 
 
@@ -125,6 +126,6 @@ def capped_weight(
     ratio = logratio.detach().exp()
     if weight_cap is None:
         return ratio, {}
-    check_hyper("weight_cap", weight_cap, above=0, remedy="It bounds a ratio; None turns it off.")
+    check_hyper("weight_cap", weight_cap, above=0, infinite=True, remedy="It bounds a ratio; None turns it off.")
     over = (advantages != 0) & (ratio > weight_cap)
     return torch.where(over, weight_cap, ratio), as_floats({"weight_cap": over}, ratio)

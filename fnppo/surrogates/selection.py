@@ -8,7 +8,8 @@ mini-batch, in `update_policy(prepare=...)`:
         stats = compute_logprobs(params, mini_batch, policy=policy, temperature=1.0, max_tokens=16384)
         return select_kl_cov(mini_batch, stats.logprobs)
 
-Chosen within micro-batches, the tokens would be others for every split. Values where `loss_mask` is clear are never read.
+Chosen within micro-batches, the tokens would be others for every split. How many are candidates is known from values
+only, so that these run on the host, neither under `vmap` nor compiled. Values where `loss_mask` is clear are never read.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Surrogates that treat some tokens otherwise: left out, penalised or weighted, as a column of the batch says.
 
-The columns come from `fnppo.surrogates.selection`, or from anywhere: they are computed over the mini-batch, before it is split. See
-`fnppo.surrogates` for what a surrogate is.
+The columns come from `fnppo.surrogates.selection`, or from anywhere: they are computed over the mini-batch, before it is
+split. See `fnppo.surrogates` for what a surrogate is.
 """
 
 from typing import Any
@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from fnppo.arguments import check_hyper
 from fnppo.surrogates.clipped import clipped_surrogate, ratio_loss
-from fnppo.surrogates.columns import PerTarget, Surrogate, as_floats, check_hyper, column, log_ratio
+from fnppo.surrogates.columns import PerTarget, Surrogate, as_floats, column, log_ratio
 from fnppo.types import Targets, TokenStats
 
 
@@ -30,7 +31,8 @@ def clip_cov(
     Args:
         stats: the current policy's log-probs.
         targets: needs `extra["clip_cov"]`, `old_logprobs` and `advantages`.
-        clip_low, clip_high, dual_clip: as in `clipped_surrogate`. The paper's own loss has no clip: math.inf for both.
+        clip_low, clip_high, dual_clip: as in `clipped_surrogate`, but without a dual clip, as in the paper, if none is
+            asked for. The paper's own loss has no clip: math.inf for both.
 
     Returns:
         The losses, and the clips `clip_low`, `clip_high`, `dual_clip` and `clip_cov`.

@@ -8,8 +8,9 @@ targets of the row.
 import torch
 from torch import Tensor
 
+from fnppo.arguments import check_hyper
 from fnppo.surrogates.clipped import clip_ratio, ratio_loss
-from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, check_hyper, column, log_ratio
+from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, column, log_ratio
 from fnppo.surrogates.per_row import row_mean, row_sum
 from fnppo.surrogates.policy_gradients import score_loss
 from fnppo.surrogates.trust_regions import by_sign

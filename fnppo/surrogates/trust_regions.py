@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, check_hyper, column, log_ratio
+from fnppo.arguments import check_hyper
+from fnppo.surrogates.columns import PerTarget, as_floats, check_clips, column, log_ratio
 from fnppo.surrogates.policy_gradients import capped_weight, score_loss
 from fnppo.types import Targets, TokenStats
 

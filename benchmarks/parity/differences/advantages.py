@@ -24,15 +24,16 @@ from differences.difference import (
     matrix,
 )
 from fnppo.advantages import (
+    discounted_returns,
+    gae_advantages,
     gdpo_advantages,
     gpg_advantages,
     grpo_advantages,
     opo_advantages,
     remax_advantages,
     rloo_advantages,
+    whiten,
 )
-from fnppo.gae import discounted_returns, gae_advantages
-from fnppo.whitening import whiten
 
 
 def rewards(values: list[float], groups: list[int], dtype: torch.dtype = torch.float64, width: int = 1) -> Columns:

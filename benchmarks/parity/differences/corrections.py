@@ -8,9 +8,7 @@ import torch
 from batches import Columns
 
 from differences.difference import ALL, BUG, CLAMP, MEANING, OLD, RECENT, Call, Difference, tokens
-from fnppo.corrections import token_ratios
-from fnppo.off_policy import off_policy_diagnostics
-from fnppo.rejection import inside
+from fnppo.corrections import inside, off_policy_diagnostics, token_ratios
 
 
 def sampled(old: list[list[float]], sampler: list[list[float]], mask: list[list[float]] | None = None) -> Columns:

@@ -26,10 +26,7 @@ from differences.difference import (
     tokens,
 )
 from fnppo.kl import kl_k3, straight_through
-from fnppo.selected_surrogates import clip_cov, kl_cov
-from fnppo.selection import select_clip_cov, select_kl_cov
-from fnppo.sequence_surrogates import gmpo, gspo_token
-from fnppo.trust_regions import dppo_tv, sapo
+from fnppo.surrogates import clip_cov, dppo_tv, gmpo, gspo_token, kl_cov, sapo, select_clip_cov, select_kl_cov
 
 A1 = {
     "loss_mat": matrix([1, 2, 3], [10, 0, 0]),

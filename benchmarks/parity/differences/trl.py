@@ -9,9 +9,7 @@ from batches import Columns
 
 import fnppo
 from differences.difference import DEFAULT, MEANING, SELECTION, Call, Difference, both, tokens
-from fnppo.policy_gradients import cispo
-from fnppo.selected_surrogates import selected
-from fnppo.selection import select_top_entropy
+from fnppo.surrogates import cispo, select_top_entropy, selected
 
 TRL = ("1.16.0",)
 

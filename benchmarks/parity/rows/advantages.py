@@ -8,17 +8,19 @@ import ours
 from batches import Columns, one_turn, outcome_rewards
 
 from fnppo.advantages import (
+    best_response_advantages,
     dr_grpo_advantages,
+    gae_advantages,
     gpg_advantages,
     grpo_advantages,
     opo_advantages,
+    otb_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
     remax_advantages,
     rloo_advantages,
+    whiten,
 )
-from fnppo.gae import gae_advantages
-from fnppo.pass_at_k import best_response_advantages
-from fnppo.token_baseline import otb_advantages
-from fnppo.whitening import reinforce_plus_plus_advantages, reinforce_plus_plus_baseline_advantages, whiten
 from rows.row import BEFORE_091, OLD, Row
 
 

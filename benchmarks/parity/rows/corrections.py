@@ -9,16 +9,18 @@ import ours
 
 from fnppo.corrections import (
     geometric_ratios,
+    inside,
     mask_outside,
+    near_sampler,
     sequence_normalized,
     sequence_ratios,
     token_normalized,
     token_ratios,
     truncate,
+    whole_rows,
 )
 from fnppo.kl import kl_k2
-from fnppo.policy_gradients import reinforce
-from fnppo.rejection import inside, near_sampler, whole_rows
+from fnppo.surrogates import reinforce
 from rows.row import OLD, RECENT, Row
 
 

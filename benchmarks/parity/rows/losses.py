@@ -11,12 +11,23 @@ from ours import Weights
 
 import fnppo
 from fnppo.kl import kl_abs, kl_k1, kl_k2, kl_k3, straight_through
-from fnppo.policy_gradients import cispo, gpg
-from fnppo.selected_surrogates import clip_cov, kl_cov, weighted
-from fnppo.selection import select_clip_cov, select_kl_cov
-from fnppo.sequence_surrogates import gmpo, gspo, gspo_token
-from fnppo.surrogates import clipped_surrogate
-from fnppo.trust_regions import dppo_kl, dppo_tv, dro, sapo
+from fnppo.surrogates import (
+    cispo,
+    clip_cov,
+    clipped_surrogate,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    gmpo,
+    gpg,
+    gspo,
+    gspo_token,
+    kl_cov,
+    sapo,
+    select_clip_cov,
+    select_kl_cov,
+    weighted,
+)
 from rows.row import BEFORE_091, OLD, Row, norm_10
 
 KL = [

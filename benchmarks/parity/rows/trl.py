@@ -9,14 +9,9 @@ import ours
 from batches import Columns, row_advantages, with_correction
 
 import fnppo
+from fnppo.corrections import off_policy_mask
 from fnppo.kl import importance_corrected, kl_k3
-from fnppo.policy_gradients import cispo
-from fnppo.rejection import off_policy_mask
-from fnppo.selected_surrogates import selected, weighted
-from fnppo.selection import select_top_entropy
-from fnppo.sequence_surrogates import gspo, luspo, vespo
-from fnppo.surrogates import clipped_surrogate
-from fnppo.trust_regions import sapo
+from fnppo.surrogates import cispo, clipped_surrogate, gspo, luspo, sapo, select_top_entropy, selected, vespo, weighted
 from rows.row import Row, norm_10
 
 CORRECTION = {"extra": {"importance_weights": "rollout_is_weights"}}
