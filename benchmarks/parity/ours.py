@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fnppo
+from fnppo.advantages import on_every_token
+from fnppo.corrections import off_policy_diagnostics
 from fnppo.kl import KLEstimator
 from fnppo.surrogates import Surrogate
 
@@ -102,19 +104,15 @@ def aggregate(columns: Columns, weights: Weights) -> Columns:
 
 def value_loss(columns: Columns, *, clip: float, weights: Weights = fnppo.token_mean) -> Columns:
     """`value_loss` and its gradient in the values."""
-    from fnppo.values import value_loss
-
     batch = batch_of(columns, weights, values="values", returns="returns")
     targets = fnppo.pad_sequences(batch).targets
     return differentiate(
-        lambda values: value_loss(at_targets(values, targets), targets, clip=clip)[0], columns["vpreds"]
+        lambda values: fnppo.value_loss(at_targets(values, targets), targets, clip=clip)[0], columns["vpreds"]
     )
 
 
 def of_responses(estimator: Callable[..., Tensor], columns: Columns, **options: Any) -> Columns:
     """Advantages of responses, given to their tokens. Rewards are verl's: the sum over the tokens."""
-    from fnppo.advantages import on_every_token
-
     rewards = columns["token_level_rewards"].sum(1)
     return {"value": on_every_token(estimator(rewards, columns["index"], **options), columns["response_mask"])}
 
@@ -133,8 +131,6 @@ def correction(columns: Columns, function: Callable[[fnppo.PaddedBatch], Tensor]
 
 def diagnostics(columns: Columns) -> Columns:
     """`off_policy_diagnostics`, under verl's names."""
-    from fnppo.corrections import off_policy_diagnostics
-
     names = {
         "kl": "mismatch_k1",
         "k3_kl": "mismatch_k3",
