@@ -98,6 +98,16 @@ def test_equal_returns_are_exactly_zero():
         assert not otb_advantages(rewards, groups, mask, logprobs=logprobs, sum_squared_probs=squares).any()
 
 
+def test_energies_of_zero():
+    """Where the policy is sure of all tokens the baseline is the plain mean; what rounding pushed below 0 counts as 0."""
+    rewards, mask = tensor([[1.0], [0.0]]), torch.ones(2, 1)
+    run = lambda squares: otb_advantages(
+        rewards, tensor([3, 3]), mask, logprobs=torch.zeros(2, 1), sum_squared_probs=tensor(squares)
+    )
+    assert run([[1.0], [1.0]]).flatten().tolist() == [0.5, -0.5]
+    assert run([[1 - 2**-20], [1.25]]).flatten().tolist() == [1.0, 0.0]
+
+
 def test_a_lone_response():
     """H3: 0, or its return where that is asked for; a row without learned tokens is rejected."""
     rewards, mask = tensor([[1.0, 2.0]]), torch.ones(1, 2)

@@ -57,7 +57,7 @@ def pass_at_k_advantages(
     )
     count, wrong = count.to(rewards.dtype), wrong.to(rewards.dtype)
     others = torch.arange(1, k, device=rewards.device)
-    fail_with_it = ((wrong[:, None] - others).clamp(min=0) / (count[:, None] - others).clamp(min=1)).prod(1)
+    fail_with_it = ((wrong[:, None] - others) / (count[:, None] - others).clamp(min=1)).prod(1)
     fail = fail_with_it * wrong / count.clamp(min=1)
     sigma = root(fail * (1 - fail))
     gain = torch.where(rewards == 0, fail - fail_with_it, fail) / torch.where(sigma > 0, sigma, 1)
