@@ -81,7 +81,7 @@ def grpo_advantages(
 def dr_grpo_advantages(
     rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, keep: Shaped[Tensor, " batch"] | None = None
 ) -> Float[Tensor, " batch"]:
-    """GRPO without the division, which favours prompts whose rewards hardly differ (arXiv:2503.20783, section 3.1).
+    """GRPO without the division, which favours prompts whose rewards hardly differ (arXiv:2503.20783).
 
         A_i = r_i - mean of the group
 
@@ -96,7 +96,7 @@ def dr_grpo_advantages(
 def rloo_advantages(
     rewards: Shaped[Tensor, " batch"], groups: Int[Tensor, " batch"], *, keep: Shaped[Tensor, " batch"] | None = None
 ) -> Float[Tensor, " batch"]:
-    """REINFORCE with the mean of the others as baseline: leave one out (arXiv:2402.14740, section 2.2).
+    """REINFORCE with the mean of the others as baseline: leave one out (arXiv:2402.14740).
 
         A_i = r_i - mean of the group without i  =  n / (n - 1) · (r_i - mean of the group)
 
@@ -138,7 +138,7 @@ def opo_advantages(
     *,
     keep: Shaped[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """The baseline of least variance, if gradients grow with the length (OPO, arXiv:2505.23585, section 3).
+    """The baseline of least variance, if gradients grow with the length (OPO, arXiv:2505.23585).
 
         A_i = r_i - Σ_j l_j r_j / Σ_j l_j        over the group
 
@@ -168,7 +168,7 @@ def remax_advantages(
     *,
     keep: Shaped[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Reward above that of the greedy response to the same prompt (ReMax, arXiv:2310.10505, section 3).
+    """Reward above that of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
         A_i = r_i - r_greedy
 

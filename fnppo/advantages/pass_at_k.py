@@ -25,7 +25,7 @@ def pass_at_k_advantages(
         wrong:  A = (fail - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / σ
 
     for the n responses of a group of which some are wrong: the mean over all subsets, in closed form (pass@k training,
-    arXiv:2508.10751, section 2.3). Where fail is 0 or 1, A is 0. For k = 1 it is GRPO's with n in its standard deviation.
+    arXiv:2508.10751). Where fail is 0 or 1, A is 0. For k = 1 it is GRPO's with n in its standard deviation.
 
     Args:
         rewards: 1 for a right response, 0 for a wrong one.
