@@ -57,9 +57,9 @@ def unchecked():
 
 
 def pytest_collection_modifyitems(items):
-    """The cases of a parametrized property share its examples: 100 by day, at most 25 and at least 4 each."""
+    """The cases of a parametrized property share its examples: 60 by day, at most 20 and at least 3 each."""
     cases = Counter(item.function for item in items if is_hypothesis_test(getattr(item, "function", None)))
     for function, count in cases.items():
-        share = {"default": min(25, max(4, ceil(100 / count))), "nightly": ceil(settings().max_examples / count)}
+        share = {"default": min(20, max(3, ceil(60 / count))), "nightly": ceil(settings().max_examples / count)}
         with suppress(InvalidArgument):  # it has settings of its own
             settings(max_examples=share.get(PROFILE, settings().max_examples))(function)

@@ -76,9 +76,10 @@ def clip_ratio(
     clipped = torch.stack(list(clips.values())).any(0)
     losses = ratio_loss(torch.where(clipped, 0, logratio + weight), advantages)
     scale = -advantages * torch.where(clipped, weight, 0).exp()
+    zero = torch.zeros_like(scale)  # a plain number alone would be rounded to float32
     for name, bound in bounds.items():
         # An infinite bound is never reached, and 0 · inf would be a gradient of NaN.
-        losses = torch.where(clips[name], scale * torch.where(clips[name], bound, 0), losses)
+        losses = torch.where(clips[name], scale * torch.where(clips[name], zero + bound, 0), losses)
     return losses, as_floats(clips, ratio)
 
 
