@@ -631,8 +631,8 @@ def test_arguments_that_are_refused():
         computed(params, BATCH, critic=critic, max_tokens=3)
 
 
-def test_columns_that_are_refused():
-    loss, one = inspect.unwrap(value_loss), torch.ones(1, dtype=F64)
+def test_columns_that_are_refused(unchecked):
+    loss, one = value_loss, torch.ones(1, dtype=F64)
     targets = targets_of([1.0], values=[0.0])
     without = lambda name: targets._replace(extra={k: v for k, v in targets.extra.items() if k != name})
     with pytest.raises(ValueError, match="needs targets.extra\\['returns'\\]: put those of gae_advantages"):

@@ -46,8 +46,9 @@ def check_groups(
     index = group_index(groups)
     if inside_transform():
         return index
-    kept = torch.ones_like(index, dtype=torch.bool) if kept is None else kept
-    lone = (kept & (group_count(index, kept) == 1)).nonzero()[:, 0].tolist()
+    # Before rejection: that leaves one of a group on purpose, wrong group ids do not.
+    alone = group_count(index, torch.ones_like(index, dtype=torch.bool)) == 1
+    lone = (alone if kept is None else alone & kept).nonzero()[:, 0].tolist()
     if lone:
         warnings.warn(
             f"row {lone[0]} is alone in group {groups[lone[0]].item()}, with nothing to be compared with. Check the group ids.",
