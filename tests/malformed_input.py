@@ -1079,3 +1079,15 @@ def test_surrogates_that_return_no_pair():
     for returned, kind in ((stats.logprobs, "Tensor"), ((stats.logprobs,), "tuple"), (None, "NoneType")):
         one = lambda *_, returned=returned: returned
         refused(lambda: fnppo.ppo_loss(stats, batch.targets, surrogate=one), f"surrogate returned a {kind}", "{}")
+
+
+def test_losses_that_do_not_add():
+    one = torch.ones(())
+    pair = one, fnppo.Metrics({"loss": one, "value_loss": one})
+    assert fnppo.add_losses((one, fnppo.Metrics({"loss": one})), pair, coef=0.5)[0].item() == 1.5
+    other = one, fnppo.Metrics({"loss": one})
+    refused(lambda: fnppo.add_losses(other, pair, coef=NAN), "coef is nan", "It weighs the second loss")
+    refused(lambda: fnppo.add_losses(other, pair, coef=torch.ones(2)), "coef has shape (2,)")
+    refused(lambda: fnppo.add_losses(one, pair, coef=1), "first is no (loss, metrics)")
+    refused(lambda: fnppo.add_losses(other, [one], coef=1), "second is no (loss, metrics)")
+    refused(lambda: fnppo.add_losses(pair, pair, coef=1), "both losses have a metric value_loss")
