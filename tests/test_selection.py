@@ -182,3 +182,20 @@ def test_a_choice_survives_the_layout():
     batch = select_top_entropy(batch, values, fraction=0.5)
     targets = fnppo.pack_sequences(batch).targets
     assert torch.equal(targets.extra["selected"], batch.extra["selected"][batch.loss_mask])
+
+
+@pytest.mark.parametrize("select", [select_kl_cov, select_top_entropy, select_clip_cov])
+def test_batched_and_compiled(unchecked, select):
+    """Shapes do not depend on values: one batch at a time, all at once, and compiled as a whole."""
+    batch, values = some_batch(), torch.stack([draw_values(some_batch(), seed) for seed in range(3)])
+    values = torch.where(batch.loss_mask, values, 0)
+    numbers = {"fraction": 0.4}
+    if select is select_clip_cov:  # all candidates: what is drawn does not depend on the generator
+        numbers = {"generator": torch.Generator(), "fraction": 1.0, "low": -0.2, "high": 9.0}
+    column = lambda v: list(select(batch, v, **numbers).extra.values())[-1]
+    one_by_one = torch.stack([column(v) for v in values])
+    assert 0 < one_by_one.sum() < one_by_one.numel()
+    assert torch.equal(torch.func.vmap(column, randomness="same")(values), one_by_one)
+    if select is not select_clip_cov:  # torch.compile does not take generators
+        compiled = torch.compile(column, fullgraph=True, backend="eager")
+        assert torch.equal(torch.stack([compiled(v) for v in values]), one_by_one)

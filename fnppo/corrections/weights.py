@@ -1,7 +1,7 @@
 """Ratios of trainer and sampler, what is made of them as weights, and where the weights go. See `fnppo.corrections`."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fnppo.arguments import check_floating, check_hyper
@@ -110,10 +110,7 @@ def token_normalized(weights: Float[Tensor, "batch seq"], batch: PaddedBatch) ->
     >>> token_normalized(torch.tensor([[0.0, 1.0, 3.0]]), padded_batch([[1]], [[2, 3]]))
     tensor([[0.0000, 0.5000, 1.5000]])
     """
-    weights, mask = checked_weights(weights, batch)
-    weights = weights / or_one(
-        weights.amax() if weights.numel() else weights.sum()
-    )  # a sum of large ones could overflow
+    weights, mask = _at_most_one(weights, batch)
     return weights / or_one(weights.sum() / or_one(mask.sum()))
 
 
@@ -129,8 +126,7 @@ def sequence_normalized(weights: Float[Tensor, "batch seq"], batch: PaddedBatch)
     tensor([[0.0000, 0.5000, 0.5000, 0.5000],
             [0.0000, 1.5000, 0.0000, 0.0000]])
     """
-    weights, mask = checked_weights(weights, batch)
-    weights = weights / or_one(weights.amax() if weights.numel() else weights.sum())
+    weights, mask = _at_most_one(weights, batch)
     return weights / or_one(row_means(weights, mask).sum() / or_one(mask.any(1).sum()))
 
 
@@ -152,3 +148,9 @@ def with_importance_weights(batch: PaddedBatch, weights: Float[Tensor, "batch se
     """
     weights, _ = checked_weights(weights.float() if weights.dtype == torch.bool else weights, batch)
     return batch._replace(extra=batch.extra | {"importance_weights": weights})
+
+
+def _at_most_one(weights: Tensor, batch: PaddedBatch) -> tuple[Float[Tensor, "batch seq"], Bool[Tensor, "batch seq"]]:
+    """Checked weights, divided by the largest, and the mask: a sum of large ones could overflow."""
+    weights, mask = checked_weights(weights, batch)
+    return weights / or_one(weights.amax() if weights.numel() else weights.sum()), mask

@@ -8,12 +8,12 @@ mini-batch, in `update_policy(prepare=...)`:
         stats = compute_logprobs(params, mini_batch, policy=policy, temperature=1.0, max_tokens=16384)
         return select_kl_cov(mini_batch, stats.logprobs)
 
-Chosen within micro-batches, the tokens would be others for every split. How many are candidates is known from values
-only, so that these run on the host, neither under `vmap` nor compiled. Values where `loss_mask` is clear are never read.
+Chosen within micro-batches, the tokens would be others for every split. Under `torch.func.vmap` the draw of
+`select_clip_cov` needs randomness="same" or "different". Values where `loss_mask` is clear are never read.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fnppo.arguments import check_device, check_floating, check_number, check_type
@@ -61,9 +61,9 @@ def select_clip_cov(
     check_number("low", low, remedy="It is the least covariance of a candidate.")
     check_number("high", high, least=low, infinite=True, remedy="It is the largest covariance of a candidate.")
     batch, covariance = _covariance(batch, logprobs)
-    candidate = (batch.loss_mask & (covariance >= low) & (covariance <= high)).flatten().nonzero()[:, 0]
-    order = torch.randperm(candidate.numel(), generator=generator, device=generator.device)
-    return _with_chosen(batch, "clip_cov", candidate[order[: _count(fraction, batch)].to(candidate.device)])
+    candidate = batch.loss_mask & (covariance >= low) & (covariance <= high)
+    lots = torch.rand(covariance.shape, generator=generator, device=generator.device).to(covariance.device)
+    return _with_chosen(batch, "clip_cov", _highest(lots, candidate, _count(fraction, batch)))
 
 
 def select_kl_cov(batch: PaddedBatch, logprobs: Float[Tensor, "batch seq"], *, fraction: float = 2e-4) -> PaddedBatch:
@@ -84,9 +84,7 @@ def select_kl_cov(batch: PaddedBatch, logprobs: Float[Tensor, "batch seq"], *, f
             [0., 0., 0.]])
     """
     batch, covariance = _covariance(batch, logprobs)
-    learned = batch.loss_mask.flatten().nonzero()[:, 0]
-    order = covariance.flatten()[learned].argsort(descending=True, stable=True)
-    return _with_chosen(batch, "kl_cov", learned[order[: _count(fraction, batch)]])
+    return _with_chosen(batch, "kl_cov", _highest(covariance, batch.loss_mask, _count(fraction, batch)))
 
 
 def select_top_entropy(
@@ -116,9 +114,10 @@ def select_top_entropy(
     tensor([[0., 0., 1.]])
     """
     batch = check_batch(batch)
-    values, count = _learned("entropy", entropy, batch), _count(fraction, batch)
-    threshold = values[batch.loss_mask].topk(count).values[-1:].sum()  # of nothing 0
-    return _with_chosen(batch, name, (batch.loss_mask & (values >= threshold)).flatten().nonzero()[:, 0])
+    values = _learned("entropy", entropy, batch)
+    highest = _highest(values, batch.loss_mask, _count(fraction, batch))
+    threshold = torch.where(highest, values, torch.inf).flatten().sort().values[:1].sum()  # of nothing 0
+    return _with_chosen(batch, name, batch.loss_mask & (values >= threshold))
 
 
 def _covariance(batch: PaddedBatch, logprobs: Tensor) -> tuple[PaddedBatch, Float[Tensor, "batch seq"]]:
@@ -144,14 +143,22 @@ def _learned(name: str, values: Tensor, batch: PaddedBatch) -> Float[Tensor, "ba
     return torch.where(batch.loss_mask, values.to(torch.promote_types(values.dtype, torch.float32)), 0)
 
 
-def _count(fraction: float, batch: PaddedBatch) -> int:
+def _count(fraction: float, batch: PaddedBatch) -> Float[Tensor, ""]:
     check_number("fraction", fraction, above=0, most=1, remedy="It is the share of learned tokens, such as 0.2.")
-    tokens = int(batch.loss_mask.sum())
-    return min(tokens, max(1, int(fraction * tokens + 1e-9)))  # 0.29 · 100 is 29, though not in floating point
+    # 0.29 · 100 is 29, though not in floating point
+    return (fraction * batch.loss_mask.sum().double() + 1e-9).floor().clamp(min=1)
 
 
-def _with_chosen(batch: PaddedBatch, name: str, places: Int[Tensor, " chosen"]) -> PaddedBatch:
-    """The batch with a column that is 1 at some places of the flattened rectangle, in the dtype of its weights."""
+def _highest(
+    score: Float[Tensor, "batch seq"], among: Bool[Tensor, "batch seq"], count: Float[Tensor, ""]
+) -> Bool[Tensor, "batch seq"]:
+    """The `count` places of the highest score `among` some, or all of these if they are fewer; of equal ones the first."""
+    order = torch.where(among, score, -torch.inf).flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter(0, order, torch.arange(order.numel(), device=order.device))
+    return among & (rank.view_as(among) < count)
+
+
+def _with_chosen(batch: PaddedBatch, name: str, chosen: Bool[Tensor, "batch seq"]) -> PaddedBatch:
+    """The batch with a column of 0 and 1, in the dtype that its weights will have."""
     dtype = torch.float32 if batch.advantages is None else torch.promote_types(batch.advantages.dtype, torch.float32)
-    column = torch.zeros_like(batch.input_ids, dtype=dtype)
-    return batch._replace(extra=batch.extra | {name: column.flatten().index_fill(0, places, 1).view_as(column)})
+    return batch._replace(extra=batch.extra | {name: chosen.to(dtype)})
