@@ -361,10 +361,8 @@ def test_under_vmap_and_grad_also_over_their_numbers():
 
 CHILD = """
 import torch
-from fnppo.corrections.weights import *
-from fnppo.corrections.weights import inside
 from fnppo import padded_batch
-from fnppo.corrections.masks import off_policy_mask, reject
+from fnppo.corrections import *
 ratios = torch.tensor([[0.0, 0.5, 4.0]])
 batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]], advantages=[-1.0])
 batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})
@@ -373,6 +371,9 @@ for run in (
     lambda x, n: mask_outside(x, low=0.1, high=n), lambda x, n: inside(x, low=0.1, high=3.0),
     lambda x, n: token_normalized(truncate(sequence_ratios(batch._replace(old_logprobs=-x)), at=n), batch),
     lambda x, n: reject(batch, off_policy_mask(batch._replace(old_logprobs=-x), threshold=0.1 * n)).loss_mask,
+    lambda x, n: near_sampler(batch._replace(old_logprobs=-x), most=n),
+    lambda x, n: whole_rows(inside(geometric_ratios(batch._replace(old_logprobs=-x)), low=0.1, high=n), batch),
+    lambda x, n: sequence_normalized(truncate(x, at=n), batch), lambda x, n: effective_share(truncate(x, at=n), batch),
 ):
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     assert torch.equal(compiled(ratios, torch.tensor(2.0)), run(ratios, torch.tensor(2.0)))

@@ -28,8 +28,8 @@ def off_policy_diagnostics(batch: PaddedBatch) -> dict[str, float]:
         smallest_ratio, largest_ratio
                                      of ρ_t
 
-    They do not add over micro-batches: give the whole batch. Computed on the CPU in float64; what no float holds is inf.
-    Over no token, all are NaN.
+    They do not add over micro-batches: give the whole batch. They are numbers for a log, not for a transform, computed on
+    the CPU in float64; what no float holds is inf. Over no token, all are NaN.
 
     Args:
         batch: needs `old_logprobs` and `extra["sampler_logprobs"]`.
