@@ -1,7 +1,7 @@
 """fnppo: the policy update of RL for language models, as pure functions over parameter and optimizer-state pytrees.
 
 The files, in the order in which data flows through them: `types`, `checks`, `rows`, `packing`, `weights`, `batching`,
-`layouts`; `segments`, `attention`, `attention_interface`, `remat`, `functional`, `policy`; `head`, `logprobs`; `kl`,
+`layouts`; `segments`, `attention`, `attention_interface`, `remat`, `functional`, `policy`; `head`, `logprobs`, `squared_probs`; `kl`,
 `kl_exact`, `surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`.
 Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`
 and `verify`.
@@ -39,6 +39,7 @@ from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
 from fnppo.policy import Policy
 from fnppo.rows import lengths, padded_batch, prompt_groups, select_rows
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
+from fnppo.squared_probs import compute_sum_squared_probs
 from fnppo.surrogates import clipped_surrogate
 from fnppo.train import describe_update, train_step, update_policy
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats
@@ -80,6 +81,7 @@ __all__ = [
     "clip_by_global_norm",
     "clipped_surrogate",
     "compute_logprobs",
+    "compute_sum_squared_probs",
     "compute_values",
     "constant",
     "constant_norm",

@@ -35,7 +35,7 @@ def otb_advantages(
         loss_mask: a row in which it is clear is rejected: it is in no baseline.
         logprobs: log π of the tokens under the policy that is trained, as it was when they were sampled.
         sum_squared_probs: Σ_v π(v)² over the vocabulary at each token, under the same policy and temperature:
-            `logits.softmax(-1).square().sum(-1)`.
+            `compute_sum_squared_probs`.
         importance_weights: ρ of each token; 1 where it is None.
         lone_baseline: B where no other response of the group has a token; None for the token's own return, so that A is 0
             there. With 0 the end of the longest response keeps its return, and so does a response alone in its group.
