@@ -11,7 +11,7 @@ from fnppo.arguments import check_hyper, check_tensor, check_type
 from fnppo.checks import check_targets
 from fnppo.kl import KLEstimator, capped, kl_k3
 from fnppo.metrics import Metrics, count_targets
-from fnppo.surrogates import Surrogate, clipped_surrogate, column
+from fnppo.surrogates import Surrogate, clipped_surrogate, column, one_a_target
 from fnppo.types import Targets, TokenStats
 
 
@@ -71,12 +71,7 @@ def ppo_loss(
     check_type("stats", stats, TokenStats, "Use what forward_logprobs returned.")
     for name, values in stats._asdict().items():
         if values is not None:
-            check_tensor(f"stats.{name}", values)
-            if values.shape != targets.token_ids.shape:
-                raise ValueError(
-                    f"stats.{name} has shape {tuple(values.shape)}; there are {targets.token_ids.numel()} targets. Take "
-                    "stats and targets of the same batch."
-                )
+            one_a_target(f"stats.{name}", values, targets)
     with_entropy, with_kl = _is_on(entropy_coef), _is_on(kl_coef)
     weights = column("loss_weights", targets)
 
