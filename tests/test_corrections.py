@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 from torch.testing import assert_close
 
 import fnppo
-from fnppo import pack_sequences, pad_sequences, padded_batch, select_rows, token_mean
+from fnppo import PaddedBatch, pack_sequences, pad_sequences, padded_batch, select_rows, token_mean
 from fnppo.corrections.diagnostics import effective_share, off_policy_diagnostics
 from fnppo.corrections.masks import inside, near_sampler, off_policy_mask, reject, whole_rows
 from fnppo.corrections.weights import (
@@ -268,12 +268,17 @@ def test_masks_compose():
 # Diagnostics
 
 
+def numbers(found):
+    assert all(value.shape == () and value.dtype == F64 for value in found.values())
+    return {name: value.item() for name, value in found.items()}
+
+
 @pytest.mark.core
 @given(batches())
 def test_diagnostics(batch):
     rows = [[x for _, x in row] for row in rows_of(batch) if row]
     tokens = [x for row in rows for x in row]
-    found = off_policy_diagnostics(batch)
+    found = numbers(off_policy_diagnostics(batch))
     if not tokens:
         assert all(math.isnan(value) for value in found.values())
         return
@@ -304,7 +309,7 @@ def test_diagnostics(batch):
 
 def test_diagnostics_by_hand():
     """Ratios 2, 4 and 0.5 in two rows of products 8 and 0.5."""
-    found = off_policy_diagnostics(by_hand())
+    found = numbers(off_policy_diagnostics(by_hand()))
     assert found["mismatch_k1"] == pytest.approx(-math.log(4) / 3)
     assert found["mismatch_k3"] == pytest.approx((6.5 - 3 - math.log(4)) / 3)
     assert found["chi2_token"] == pytest.approx((4 + 16 + 0.25) / 3 - 1)
@@ -319,7 +324,7 @@ def test_diagnostics_by_hand():
 
 def test_equal_policies():
     batch = by_hand()._replace(extra={"sampler_logprobs": by_hand().old_logprobs})
-    found = off_policy_diagnostics(batch)
+    found = numbers(off_policy_diagnostics(batch))
     for name in ("mismatch_k1", "mismatch_k3", "chi2_token", "chi2_sequence", "log_perplexity_gap"):
         assert found[name] == 0.0
     for name in ("ess_token", "ess_sequence", "smallest_ratio", "largest_ratio"):
@@ -332,12 +337,19 @@ def test_diagnostics_of_what_no_float_holds():
     """Log-ratios of 1000: chi-square is e^2000, which is inf; the effective sample size is exact."""
     batch = by_hand()
     sampler = batch.old_logprobs - tensor([[0, 1000.0, 1000], [0, -1000, 0], [0, 0, 0]])
-    found = off_policy_diagnostics(batch._replace(extra={"sampler_logprobs": sampler}))
+    found = numbers(off_policy_diagnostics(batch._replace(extra={"sampler_logprobs": sampler})))
     assert found["chi2_token"] == found["largest_ratio"] == found["mismatch_k3"] == INF
     assert (found["ess_token"], found["ess_sequence"]) == (pytest.approx(2 / 3), pytest.approx(1 / 2))
     assert found["mismatch_k1"] == pytest.approx(-1000 / 3, rel=1e-6)
     assert found["smallest_ratio"] == 0.0
     assert not any(map(math.isnan, found.values()))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_diagnostics_of_an_empty_batch(shape):
+    no, zeros = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+    batch = PaddedBatch(no.long(), no, no, old_logprobs=zeros, extra={"sampler_logprobs": zeros})
+    assert all(map(math.isnan, numbers(off_policy_diagnostics(batch)).values()))
 
 
 # Transforms
@@ -357,6 +369,10 @@ def test_under_vmap_and_grad_also_over_their_numbers():
     assert_close(vmap(bounds)(tensor([0.1, 3.0])), torch.stack([bounds(0.1), bounds(3.0)]))
     slope = grad(lambda old: truncate(token_ratios(batch._replace(old_logprobs=old)), at=3.0).sum())(batch.old_logprobs)
     assert_close(slope, tensor([[0, 2.0, 0], [0, 0.5, 0], [0, 0, 0]]))  # NaN stays outside
+    for name in off_policy_diagnostics(batch):
+        run = lambda old, name=name: off_policy_diagnostics(batch._replace(old_logprobs=old))[name]
+        assert_close(vmap(run)(old), torch.stack([run(x) for x in old]), msg=name)
+        assert torch.autograd.gradcheck(run, batch.old_logprobs.double().requires_grad_()), name
 
 
 CHILD = """
@@ -373,6 +389,7 @@ for run in (
     lambda x, n: reject(batch, off_policy_mask(batch._replace(old_logprobs=-x), threshold=0.1 * n)).loss_mask,
     lambda x, n: near_sampler(batch._replace(old_logprobs=-x), most=n),
     lambda x, n: whole_rows(inside(geometric_ratios(batch._replace(old_logprobs=-x)), low=0.1, high=n), batch),
+    lambda x, n: torch.stack([*off_policy_diagnostics(batch._replace(old_logprobs=-x)).values()]),
     lambda x, n: sequence_normalized(truncate(x, at=n), batch), lambda x, n: effective_share(truncate(x, at=n), batch),
 ):
     compiled = torch.compile(run, fullgraph=True, backend="eager")

@@ -141,7 +141,7 @@ def diagnostics(columns: Columns) -> Columns:
         "log_ppl_diff": "log_perplexity_gap",
     }
     found = off_policy_diagnostics(from_sampler(columns))
-    return {name: torch.tensor(found[ours], dtype=torch.float64) for name, ours in names.items()}
+    return {name: found[ours] for name, ours in names.items()}
 
 
 def count_learned(result: Columns) -> Columns:

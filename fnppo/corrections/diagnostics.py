@@ -3,6 +3,8 @@
 With ρ_t = π_old(token_t) / π_sampler(token_t) at the learned tokens, N of them, in R rows; see `fnppo.corrections`.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -13,7 +15,7 @@ from fnppo.faults import Fault, not_finite, refuse
 from fnppo.types import PaddedBatch
 
 
-def off_policy_diagnostics(batch: PaddedBatch) -> dict[str, float]:
+def off_policy_diagnostics(batch: PaddedBatch) -> dict[str, Float[Tensor, ""]]:
     """Distances between trainer and sampler over a batch, from its untouched ratios.
 
         mismatch_k1, mismatch_k3     mean over tokens of -log ρ_t, and of ρ_t - 1 - log ρ_t: estimates of
@@ -28,8 +30,8 @@ def off_policy_diagnostics(batch: PaddedBatch) -> dict[str, float]:
         smallest_ratio, largest_ratio
                                      of ρ_t
 
-    They do not add over micro-batches: give the whole batch. They are numbers for a log, not for a transform, computed on
-    the CPU in float64; what no float holds is inf. Over no token, all are NaN.
+    They do not add over micro-batches: give the whole batch. Scalars in float64, since a squared product of ratios soon
+    leaves float32; what float64 cannot hold is inf. Over no token, all are NaN.
 
     Args:
         batch: needs `old_logprobs` and `extra["sampler_logprobs"]`.
@@ -41,29 +43,26 @@ def off_policy_diagnostics(batch: PaddedBatch) -> dict[str, float]:
     >>> batch = padded_batch([[1]], [[2, 3]], old_logprobs=[[-1.0, -2.0]])
     >>> batch = batch._replace(extra={"sampler_logprobs": torch.tensor([[0.0, -2.0, -2.5]])})
     >>> found = off_policy_diagnostics(batch)
-    >>> round(found["mismatch_k1"], 4), round(found["largest_ratio"], 4), round(found["ess_token"], 4)
+    >>> round(found["mismatch_k1"].item(), 4), round(found["largest_ratio"].item(), 4), round(found["ess_token"].item(), 4)
     (-0.75, 2.7183, 0.9434)
     """
-    old, sampler, mask = (column.detach().cpu() for column in both_logprobs(batch))
-    old, sampler = old.double(), sampler.double()
-    rows = mask.any(1)
-    tokens = (old - sampler)[mask]
-    sequences = (old - sampler).sum(1)[rows]
-    means = [row_means(x, mask)[rows, 0] for x in (old, sampler)]
-    found = {
-        "mismatch_k1": -tokens.mean(),
-        "mismatch_k3": (tokens.expm1() - tokens).mean(),
-        "chi2_token": (2 * tokens).expm1().mean(),
-        "chi2_sequence": (2 * sequences).expm1().mean(),
-        "ess_token": _effective(tokens, tokens.numel()),
-        "ess_sequence": _effective(sequences, sequences.numel()),
-        "perplexity_trainer": (-means[0]).exp().mean(),
-        "perplexity_sampler": (-means[1]).exp().mean(),
-        "log_perplexity_gap": (means[1] - means[0]).mean(),
-        "smallest_ratio": tokens.min().exp() if tokens.numel() else tokens.mean(),
-        "largest_ratio": tokens.max().exp() if tokens.numel() else tokens.mean(),
+    old, sampler, mask = both_logprobs(batch)
+    old, sampler, rows = old.double(), sampler.double(), mask.any(1)
+    tokens, sequences = old - sampler, (old - sampler).sum(1)  # log-ratios, 0 where nothing is learned
+    trainer_means, sampler_means = (row_means(x, mask)[:, 0] for x in (old, sampler))
+    return {
+        "mismatch_k1": -_mean(tokens, mask),
+        "mismatch_k3": _mean(tokens.expm1() - tokens, mask),
+        "chi2_token": _mean((2 * tokens).expm1(), mask),
+        "chi2_sequence": _mean((2 * sequences).expm1(), rows),
+        "ess_token": _effective(torch.where(mask, tokens, -math.inf).flatten(), mask.sum()),
+        "ess_sequence": _effective(torch.where(rows, sequences, -math.inf), rows.sum()),
+        "perplexity_trainer": _mean((-trainer_means).exp(), rows),
+        "perplexity_sampler": _mean((-sampler_means).exp(), rows),
+        "log_perplexity_gap": _mean(sampler_means - trainer_means, rows),
+        "smallest_ratio": _least(tokens, mask).exp(),
+        "largest_ratio": (-_least(-tokens, mask)).exp(),
     }
-    return {name: value.item() for name, value in found.items()}
 
 
 def effective_share(weights: Float[Tensor, "batch seq"], batch: PaddedBatch) -> Float[Tensor, ""]:
@@ -82,7 +81,18 @@ def effective_share(weights: Float[Tensor, "batch seq"], batch: PaddedBatch) -> 
     return _effective(weights.log().flatten(), mask.sum())
 
 
-def _effective(logs: Tensor, count: Tensor | int) -> Tensor:
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    """NaN over nothing."""
+    return torch.where(where, values, 0).sum() / where.sum()
+
+
+def _least(values: Tensor, where: Tensor) -> Tensor:
+    """NaN over nothing."""
+    found = torch.where(where, values, math.inf).flatten()
+    return torch.where(where.any(), torch.cat([found, found.new_tensor([math.inf])]).amin(), math.nan)
+
+
+def _effective(logs: Tensor, count: Tensor) -> Tensor:
     """(Σ w)² / (count Σ w²) from log w, where no square overflows."""
     return (2 * logs.logsumexp(0) - (2 * logs).logsumexp(0)).exp() / count
 

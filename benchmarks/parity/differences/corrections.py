@@ -4,7 +4,6 @@ import math
 from functools import partial
 
 import ours
-import torch
 from batches import Columns
 
 from differences.difference import ALL, BUG, CLAMP, MEANING, OLD, RECENT, Call, Difference, tokens
@@ -59,9 +58,7 @@ CORRECTIONS = [
                 {"metrics": True, "rollout_is": "token", "rollout_is_threshold": 2.0},
                 RATIO_9,
                 lambda columns: {
-                    "effective_sample_size": torch.tensor(
-                        off_policy_diagnostics(ours.from_sampler(columns))["ess_token"]
-                    )
+                    "effective_sample_size": off_policy_diagnostics(ours.from_sampler(columns))["ess_token"]
                 },
             )
         ],
