@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB, tiny
 
 import fnppo
-from fnppo.testing import float64_everywhere, oracle_loss_and_grads, oracle_stats, padded_batches, splits
+from fnppo.testing import float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
 
 FAMILIES = ["llama", "gpt2", "mistral"]
 MORE_FAMILIES = ["tied", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
@@ -37,12 +37,14 @@ def differences(a, b):
     return float(torch.cat([x.reshape(-1) for x in apart]).max() / torch.cat([x.reshape(-1) for x in largest]).max())
 
 
-def loss_and_grads(family, batches, *, temperature, options=(), chunk_size=None):
-    """((loss, metrics), grads) of the library."""
+def loss_and_grads(family, batches, *, temperature, options=(), chunk_size=None, seen=None):
+    """((loss, metrics), grads) of the library; the list `seen` gets the stats of each batch."""
     policy, params = policy_of(family, **dict(options))
 
     def loss_fn(params, batch):
         stats = fnppo.forward_logprobs(params, batch, policy=policy, temperature=temperature, chunk_size=chunk_size)
+        if seen is not None:
+            seen.append(stats)
         return fnppo.ppo_loss(stats, batch.targets, **LOSS)
 
     with float64_everywhere():
@@ -51,28 +53,29 @@ def loss_and_grads(family, batches, *, temperature, options=(), chunk_size=None)
 
 def oracle(family, batch, *, temperature):
     """(stats, loss, grads) of the oracle, with token-mean weights counted by hand."""
-    params = dict(tiny(family).named_parameters())
-    learned = [tuple(place) for place in batch.loss_mask.nonzero().tolist()]
-    weights = {place: 1 / len(learned) for place in learned}
+    params = {name: value.detach().requires_grad_() for name, value in tiny(family).named_parameters()}
     with float64_everywhere():
         stats = oracle_stats(tiny(family), params, batch, temperature=temperature)
-        loss, grads = oracle_loss_and_grads(tiny(family), params, batch, weights, temperature=temperature, **LOSS)
-    return stats, loss, grads
+        loss = oracle_loss(stats, batch, dict.fromkeys(stats, 1 / max(len(stats), 1)), **LOSS)
+        if not stats:
+            return stats, loss, {name: torch.zeros_like(value) for name, value in params.items()}
+        grads = torch.autograd.grad(loss, [*params.values()], materialize_grads=True)
+    return stats, loss.detach(), dict(zip(params, grads, strict=True))
 
 
 def check_layout(family, batch, temperature, layout, options=()):
     """Log-probs, entropy, loss and gradients of a layout are those of the oracle."""
     stats, loss, grads = oracle(family, batch, temperature=temperature)
-    policy, params = policy_of(family, **dict(options))
     model_batch = layout(fnppo.token_mean(batch))
     places = list(zip(model_batch.targets.rows.tolist(), model_batch.targets.columns.tolist(), strict=True))
     assert places == sorted(stats)
-    with float64_everywhere():
-        ours = fnppo.forward_logprobs(params, model_batch, policy=policy, temperature=temperature)
-    for place, logprob, entropy in zip(places, ours.logprobs, ours.entropy, strict=True):
-        assert abs(logprob - stats[place][0]) <= TOLERANCE
-        assert abs(entropy - stats[place][1]) <= TOLERANCE
-    (our_loss, metrics), our_grads = loss_and_grads(family, [model_batch], temperature=temperature, options=options)
+    (our_loss, metrics), our_grads = loss_and_grads(
+        family, [model_batch], temperature=temperature, options=options, seen=(seen := [])
+    )
+    (ours,) = seen
+    for place, logprob, entropy in zip(places, ours.logprobs.tolist(), ours.entropy.tolist(), strict=True):
+        assert abs(logprob - stats[place][0].item()) <= TOLERANCE
+        assert abs(entropy - stats[place][1].item()) <= TOLERANCE
     assert differences(our_loss, loss) <= TOLERANCE
     assert differences(metrics.per_step["loss"], loss) <= TOLERANCE
     assert differences(our_grads, grads) <= TOLERANCE

@@ -29,10 +29,13 @@ class float64_everywhere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        swap = {torch.float32: torch.float64}
-        args = tuple(swap.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
-        kwargs = {k: swap.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+        single, double = torch.float32, torch.float64
+        for i, arg in enumerate(args):
+            if arg is single:
+                args = (*args[:i], double, *args[i + 1 :])
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{name: double if arg is single else arg for name, arg in kwargs.items()})
 
 
 def oracle_stats(
@@ -50,8 +53,8 @@ def oracle_stats(
             if batch.loss_mask[row, t]:
                 z = logits[k - 1] / temperature
                 p = (z - z.max()).exp() / (z - z.max()).exp().sum()
-                entropy = -sum((q * q.log() for q in p if q > 0), torch.zeros((), dtype=p.dtype))
-                stats[row, t] = p[ids[k]].log(), entropy
+                q = p[p > 0]
+                stats[row, t] = p[ids[k]].log(), -(q * q.log()).sum()
     return stats
 
 
