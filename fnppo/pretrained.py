@@ -1,8 +1,11 @@
 """Loading a causal LM by name: SmolLM2 from its wheel, a GGUF file, a folder or a hub id."""
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -11,19 +14,20 @@ def load_model(model: str, *, dtype: torch.dtype = torch.float32) -> Any:
     """The module, in evaluation mode.
 
     Raises:
-        ValueError: there is no such file, or the wheel is not installed.
+        ValueError: there is no such file, or a package for it is not installed.
     """
     from transformers import AutoModelForCausalLM
 
     name, place = _locate(model)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **place)
+    with _read_once() if place else nullcontext():
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **place)
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer that belongs to the model.
 
     Raises:
-        ValueError: there is no such file, or the wheel is not installed.
+        ValueError: there is no such file, or a package for it is not installed.
     """
     from transformers import AutoTokenizer
 
@@ -40,7 +44,17 @@ def _locate(model: str) -> tuple[str, dict[str, str]]:
         return model, {}
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"a .gguf file needs the package {package}. Run: pip install 'fnppo[cli]'.")
     return str(path.parent), {"gguf_file": path.name}
+
+
+def _read_once() -> AbstractContextManager[Any]:
+    """Half the time of a GGUF file: transformers parses its header twice, and makes one table of names for each module."""
+    import gguf
+
+    return patch.multiple(gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map))
 
 
 def _smollm2() -> Path:
