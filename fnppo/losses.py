@@ -73,6 +73,11 @@ def ppo_loss(
         if values is not None:
             one_a_target(f"stats.{name}", values, targets)
     with_entropy, with_kl = _is_on(entropy_coef), _is_on(kl_coef)
+    counts_kl = with_kl or targets.ref_logprobs is not None or isinstance(kl, Tensor)
+    if kl_cap is not None and not counts_kl:
+        raise ValueError(
+            f"kl_cap is {kl_cap}, but no KL is computed: kl_coef is 0 and targets.ref_logprobs is None. Leave it out."
+        )
     weights = column("loss_weights", targets)
 
     found: Any = surrogate(stats, targets, **numbers)
@@ -94,7 +99,7 @@ def ppo_loss(
         per_token["entropy"] = stats.entropy
         if with_entropy:
             loss = loss - entropy_coef * (weights * stats.entropy).sum()
-    if with_kl or targets.ref_logprobs is not None or isinstance(kl, Tensor):
+    if counts_kl:
         per_token |= _kl_terms(kl, stats, targets, kl_cap)
         if with_kl:
             loss = loss + kl_coef * (weights * per_token["kl"]).sum()

@@ -195,6 +195,11 @@ def test_the_kl_of_each_target_may_be_given():
     for cap in (0.0, -1.0, math.nan, tensor([1.0, 2.0])):
         with pytest.raises(ValueError, match="kl_cap"):
             ppo_loss(stats_of([0.0, 0.0]), targets, kl=kl, kl_cap=cap)
+    with pytest.raises(ValueError, match=r"kl_cap is 2\.0, but no KL is computed: kl_coef is 0 and .* Leave it out\."):
+        ppo_loss(stats_of([0.0, 0.0]), targets, kl_cap=2.0)
+    referred = targets._replace(ref_logprobs=torch.zeros(2, dtype=F64))
+    metrics = ppo_loss(stats_of([0.0, 0.0]), referred, kl_cap=2.0)[1]
+    assert "kl_capped_fraction" in summarize(metrics)  # counted, though without weight
 
 
 def test_a_cap_under_transforms():
