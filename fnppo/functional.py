@@ -65,6 +65,10 @@ def functional_model(
     module: Any, head: Head, *, attention: Attention, remat: bool, train: bool, dropout_seed: int | None
 ) -> tuple[Policy, Params]:
     """`functional_policy` for a head that has been read off the module already."""
+    if not callable(attention):
+        raise ValueError(
+            f"attention is a {type(attention).__name__}; a function is needed. Use one of fnppo.attention, or leave it out."
+        )
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     policy = _choose(module, head, attention, params)
     skeleton = _skeleton(module, packed=policy.padded_only is None).train(train)

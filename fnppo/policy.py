@@ -149,8 +149,10 @@ class Head(NamedTuple):
 
 
 def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | PaddedInputs) -> None:
-    """Names, shapes and devices: a misspelt name would be ignored in silence, and a vector of one number broadcast."""
+    """Names, shapes, devices and dtypes: a misspelt name would be ignored in silence, a vector of one number broadcast."""
     own = dict(skeleton.named_parameters())
+    below_head = {id(parameter) for parameter in _backbone(skeleton).parameters()}
+    first: dict[torch.dtype, str] = {}
     if missing := sorted(own.keys() - params.keys()):
         raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
     for name, value in params.items():
@@ -162,6 +164,16 @@ def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | Pa
                 "functional_policy returned."
             )
         check_device(name, value, "input_ids", inputs.input_ids)
+        if own[name].is_floating_point() and not value.is_floating_point():
+            raise ValueError(f"params holds {name} in {value.dtype}; it needs floating point. Call .float() on it.")
+        if id(own[name]) not in below_head:
+            continue  # the head computes in the dtype of what it is given
+        other = first.setdefault(own[name].dtype, name)
+        if value.dtype != params[other].dtype:
+            raise ValueError(
+                f"params holds {name} in {value.dtype} and {other} in {params[other].dtype}, which have one dtype in the "
+                "model. Cast all parameters, or cast the module before functional_policy reads it."
+            )
 
 
 def _attend(

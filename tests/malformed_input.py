@@ -918,6 +918,9 @@ def test_parameters_that_are_not_the_models():
         (params | {"model.norm.weight": [1.0]}, ["model.norm.weight", "list"]),
         ({n: p for n, p in params.items() if n != "model.norm.weight"}, ["params lacks model.norm.weight"]),
         ({n: p.to("meta") for n, p in params.items()}, ["meta", "Move one"]),
+        (params | {"model.norm.weight": params["model.norm.weight"].half()}, ["norm", "float16", "float32", "Cast"]),
+        (params | {"model.norm.weight": params["model.norm.weight"].long()}, ["norm", "int64", "float()"]),
+        (params | {"lm_head.weight": params["lm_head.weight"].long()}, ["lm_head", "int64", "float()"]),
         ({}, ["params lacks"]),
         (None, ["params", "NoneType", "dict"]),
     ):
@@ -942,6 +945,8 @@ def test_other_kinds():
             refused(lambda: run(batch, layout=wrong), "layout", type(wrong).__name__, "fnppo.packed")
     for wrong in (None, "gpt2", 3):
         refused(lambda: fnppo.functional_policy(wrong), type(wrong).__name__, "from_pretrained")
+    for wrong in (None, "sdpa"):
+        refused(lambda: fnppo.functional_policy(tiny("llama"), attention=wrong), "attention", type(wrong).__name__)
     state = fnppo.sgd(0.1).init(params)
     step = partial(fnppo.train_step, params, state, [laid], loss_fn=loss_fn, optimizer=fnppo.sgd(0.1))
     refused(lambda: step(optimizer=None), "optimizer", "NoneType", "adamw")
