@@ -1,6 +1,9 @@
 """The chunked head against the definition: values, gradients, transforms, chunks, -inf, precision, memory counts."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +100,34 @@ def test_transforms(head, transform):
     run = TRANSFORMS[transform]
     x = (hidden, weight, bias)
     assert_close(run(ours, x, tangents), run(definition, x, tangents), rtol=1e-10, atol=1e-10)
+
+
+CHILD = """
+import torch
+from fnppo.head import LinearHead, chunked_logprobs
+from fnppo.kl_exact import chunked_kl
+from test_head import HEADS, assert_close, head_inputs
+hidden, weight, bias, ids, temperature = head_inputs()
+ref_hidden, ref_weight, ref_bias, *_ = head_inputs(seed=1)
+for options in (HEADS["plain"], HEADS["scale and softcap"]):
+    ref = LinearHead(ref_weight, ref_bias, **options)
+    common = {"temperature": temperature, "chunk_size": 2}
+    for run in (
+        lambda h, w, b: sum(x.sum() for x in chunked_logprobs(h, ids, weight=w, bias=b, **options, **common)),
+        lambda h, w, b: chunked_kl(h, LinearHead(w, b, **options), ref_hidden, ref, **common).sum(),
+    ):
+        for f in (run, torch.func.grad_and_value(run, (0, 1, 2))):
+            torch.compiler.reset()
+            compiled = torch.compile(f, fullgraph=True, backend="eager")(hidden, weight, bias)
+            assert_close(compiled, f(hidden, weight, bias), rtol=1e-12, atol=1e-12)
+print("compiled")
+"""
+
+
+def test_both_heads_compile_without_graph_breaks():
+    """Values and gradients, in a process of its own: torch.compile cannot read the run-time checker of the tests."""
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert child.stdout == "compiled\n", child.stderr[-2000:]
 
 
 @pytest.mark.core
