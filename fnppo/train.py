@@ -166,7 +166,7 @@ def describe_update(
     >>> from fnppo import padded_batch
     >>> print(describe_update(padded_batch([[1]] * 5, [[2]] * 5), mini_batch_size=4, max_tokens=6))
     5 rows, 1 epochs, mini_batch_size 4, max_tokens 6: 2 optimizer steps, 3 forwards
-    step 1: 4 rows, 8 tokens, micro-batches of 3 + 1 rows
+    step 1: 4 rows, 8 tokens, micro-batches of 2 + 2 rows
     step 2: 1 rows, 2 tokens, micro-batches of 1 rows
     """
     rows = check_batch(batch).input_ids.shape[0]

@@ -476,6 +476,9 @@ def test_plans(lengths, data):
     for plan in (fnppo.plan_microbatches, partial(fnppo.plan_shared_microbatches, groups=groups)):
         refused(lambda: plan(wrong, max_tokens=99), f"row {row}", bad, "at least 0")
         everything("max_tokens", partial(plan, lengths), NO_COUNT, "whole number of at least 1")
+        limited = partial(plan, lengths, max_tokens=99)
+        everything("min_groups", limited, [-1, 0.5, NAN, INF, None, "2"], "whole number of at least 0")
+        everything("hidden_size", limited, NO_COUNT, "whole number of at least 1")
         longest = max(lengths)
         if longest > 1:
             first = lengths.index(longest)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fnppo
 from fnppo import Metrics
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
+from fnppo.layouts import Layout
 
 IN_SCOPE = """
     A1 A2 A3 A4 A5 A6 A7 A8 A10 A11 A12 A13 A15 A16 A17
@@ -88,8 +89,9 @@ def toy_update(rows, losses=None, **options):
 
 def test_counts_are_real():
     """T2, T3 (A12, A13): micro-batches of 4 and 2 of a mini-batch of 6 add to 1; the last of 10 rows in fours is 1, too."""
-    seen, _ = toy_update(6, mini_batch_size=6, max_tokens=8)
-    assert sorted(seen) == pytest.approx([1 / 3, 2 / 3])
+    uneven = Layout(lambda batch, max_tokens: [[0, 1, 2, 3], [4, 5]], fnppo.pack_sequences)
+    seen, _ = toy_update(6, mini_batch_size=6, max_tokens=8, layout=uneven)
+    assert seen == pytest.approx([2 / 3, 1 / 3])
     seen, metrics = toy_update(10, mini_batch_size=4, max_tokens=100)
     assert seen == pytest.approx([1.0, 1.0, 1.0])
     assert metrics["loss"] == pytest.approx(1.0)
@@ -137,25 +139,24 @@ def test_what_an_update_will_do_is_told_in_counts():
     told = fnppo.describe_update(batch, mini_batch_size=4, max_tokens=6, num_epochs=2)
     assert told.splitlines() == [
         "10 rows, 2 epochs, mini_batch_size 4, max_tokens 6: 6 optimizer steps, 10 forwards",
-        "step 1: 4 rows, 8 tokens, micro-batches of 3 + 1 rows",
-        "step 2: 4 rows, 8 tokens, micro-batches of 3 + 1 rows",
+        "step 1: 4 rows, 8 tokens, micro-batches of 2 + 2 rows",
+        "step 2: 4 rows, 8 tokens, micro-batches of 2 + 2 rows",
         "step 3: 2 rows, 4 tokens, micro-batches of 2 rows",
-        "step 4: 4 rows, 8 tokens, micro-batches of 3 + 1 rows",
-        "step 5: 4 rows, 8 tokens, micro-batches of 3 + 1 rows",
+        "step 4: 4 rows, 8 tokens, micro-batches of 2 + 2 rows",
+        "step 5: 4 rows, 8 tokens, micro-batches of 2 + 2 rows",
         "step 6: 2 rows, 4 tokens, micro-batches of 2 rows",
     ]
     seen, metrics = toy_update(10, mini_batch_size=4, max_tokens=6, num_epochs=2)
     assert (metrics["steps"], len(seen)) == (6.0, 10)
 
 
-def test_there_is_no_number_of_groups_to_be_asked_for():
-    """E8: a plan has as many groups as the limit makes, so never more than rows; every row is once in it, whatever divides.
-
-    What could still go wrong is an empty group, or a row that is lost where no two fit together.
-    """
+def test_numbers_of_groups_that_do_not_divide():
+    """E8: 3 rows in 2 groups, and in 5, of which two are empty; every row is once in a plan, whatever is asked for."""
     assert fnppo.plan_microbatches([5, 5, 5], max_tokens=5) == [[0], [1], [2]]
-    assert fnppo.plan_microbatches([5, 5, 5], max_tokens=10) == [[0, 1], [2]]
+    assert fnppo.plan_microbatches([5, 5, 5], max_tokens=10) == [[0, 2], [1]]
     assert fnppo.plan_microbatches([5, 5, 5], max_tokens=1000) == [[0, 1, 2]]
+    assert fnppo.plan_microbatches([5, 5, 5], max_tokens=1000, min_groups=2) == [[0, 2], [1]]
+    assert fnppo.plan_microbatches([5, 5, 5], max_tokens=1000, min_groups=5) == [[0], [1], [2], [], []]
 
 
 def test_tied_weights_stay_tied(tmp_path):

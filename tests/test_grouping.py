@@ -1,0 +1,105 @@
+"""Groups under a limit: strict, near the lower bound, of like work, in a stable order."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fnppo import plan_microbatches, plan_shared_microbatches
+from fnppo.grouping import group_items
+
+LIMIT = 16_384
+
+
+def lengths_of(name, rows, seed=0):
+    """Row lengths as the field has them."""
+    g = torch.Generator().manual_seed(seed)
+    long, short = torch.randint(4096, 8193, (rows,), generator=g), torch.randint(50, 600, (rows,), generator=g)
+    return {
+        "skewed": (torch.randn(rows, generator=g) * 0.8 + 6.5).exp().clamp(1, 8192).long(),
+        "even": torch.randint(1, 2049, (rows,), generator=g),
+        "mostly short": torch.where(torch.rand(rows, generator=g) < 0.1, long, short),
+        "long": torch.randint(1000, LIMIT // 2 + 1, (rows,), generator=g),
+    }[name].tolist()
+
+
+def work(length, hidden_size=2048):
+    return length + length**2 / (12 * hidden_size)
+
+
+@pytest.mark.parametrize("rows", [300, 5_000])
+@pytest.mark.parametrize("name", ["skewed", "even", "mostly short", "long"])
+def test_within_two_percent_of_the_lower_bound_and_balanced(name, rows):
+    lengths = lengths_of(name, rows)
+    groups = plan_microbatches(lengths, max_tokens=LIMIT)
+    assert sorted(row for group in groups for row in group) == list(range(rows))
+    tokens = [sum(lengths[row] for row in group) for group in groups]
+    assert max(tokens) <= LIMIT
+    assert len(groups) <= 1.02 * -(-sum(lengths) // LIMIT)
+    works = [sum(work(lengths[row]) for row in group) for group in groups]
+    assert max(works) <= 1.15 * sum(works) / len(works)
+
+
+@pytest.mark.core
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(20, 60), st.integers(0, 12))
+def test_at_least_so_many_groups(lengths, limit, least):
+    """All that is asked for, and no more than that or than would be without; only the last are empty."""
+    groups = plan_microbatches(lengths, max_tokens=limit, min_groups=least)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in group) <= limit for group in groups)
+    without = len(plan_microbatches(lengths, max_tokens=limit))
+    assert least <= len(groups) <= max(least, without)
+    full = [group for group in groups if group]
+    assert groups == sorted(full) + [[]] * (len(groups) - len(full))
+    if 0 not in lengths:  # rows of no tokens are no work, and need no group of their own
+        assert len(full) >= min(least, len(lengths))
+
+
+def test_work_is_spread_over_the_groups_asked_for():
+    assert plan_microbatches([4, 3, 2, 1], max_tokens=100) == [[0, 1, 2, 3]]
+    assert plan_microbatches([4, 3, 2, 1], max_tokens=100, min_groups=2) == [[0, 3], [1, 2]]
+    assert plan_microbatches([4, 3], max_tokens=100, min_groups=4) == [[0], [1], [], []]
+    assert plan_microbatches([], max_tokens=100, min_groups=2) == [[], []]
+    prompts = {(1, 2): [0, 1], (3,): [2]}
+    assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=2) == [[0, 1], [2]]
+    assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=3) == [[0, 1], [2], []]
+
+
+def test_attention_counts_for_more_in_a_small_model():
+    """One row of 40 is the work of 40 · (12 + 40) = 2080 at hidden size 1, and of six rows of 10 (220 each) 1320."""
+    lengths = [40, *[10] * 9]
+    assert plan_microbatches(lengths, max_tokens=100, min_groups=2, hidden_size=1)[0] == [0]
+    assert len(plan_microbatches(lengths, max_tokens=100, min_groups=2, hidden_size=4096)[0]) == 3  # 60 tokens, and 70
+
+
+def test_shared_prompts_are_balanced_by_work_too():
+    """At hidden size 1, 10 tokens after 40 are 50 · 62 = 3100 with their prompt, and twice 10 after 10 are 1060."""
+    prompts = {tuple([1] * 40): [0], **{tuple([n] * 10): [2 * n - 3, 2 * n - 2] for n in (2, 3, 4)}}
+    plan = lambda hidden_size: plan_shared_microbatches(
+        [50, *[20] * 6], prompts, max_tokens=100, min_groups=2, hidden_size=hidden_size
+    )
+    assert plan(1) == [[0], [1, 2, 3, 4, 5, 6]]
+    assert plan(4096) == [[0, 5, 6], [1, 2, 3, 4]]  # 80 tokens, and 60
+
+
+def test_known_groups():
+    """By hand. The last two: with the least work first there would be 3 groups; best fit alone finds 2."""
+    assert group_items([5, 4, 3, 3], [25, 16, 9, 9], limit=9) == [[0, 3], [1, 2]]
+    assert group_items([3, 3, 3], [1, 1, 1], limit=9) == [[0, 1, 2]]
+    assert group_items([5, 5, 5], [1, 1, 1], limit=9) == [[0], [1], [2]]
+    assert group_items([0, 0], [0, 0], limit=9) == [[0, 1]]
+    assert group_items([5, 5, 4, 3, 3], [5, 5, 4, 3, 3], limit=10) == [[0, 1], [2, 3, 4]]
+    assert group_items([3, 3, 4, 5, 5], [3, 3, 4, 5, 5], limit=10) == [[0, 1, 2], [3, 4]]
+
+
+def test_equal_rows_keep_their_order():
+    assert plan_microbatches([2, 2, 2, 2], max_tokens=4) == [[0, 2], [1, 3]]
+    assert plan_microbatches([2, 2, 2, 2], max_tokens=4) == plan_microbatches([2, 2, 2, 2], max_tokens=4)
+
+
+def test_numbers_are_checked():
+    for plan in (plan_microbatches, lambda lengths, **kwargs: plan_shared_microbatches(lengths, {(): [0]}, **kwargs)):
+        with pytest.raises(ValueError, match=r"min_groups is -1; it must be a whole number of at least 0\. Leave"):
+            plan([1], max_tokens=2, min_groups=-1)
+        with pytest.raises(ValueError, match=r"hidden_size is 0; it must be a whole number of at least 1\. Use config"):
+            plan([1], max_tokens=2, hidden_size=0)
