@@ -37,6 +37,7 @@ from fnppo.optim import (
 )
 from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
 from fnppo.policy import Policy
+from fnppo.precision import cast, dynamic_loss_scale
 from fnppo.rows import lengths, padded_batch, prompt_groups, select_rows
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
 from fnppo.squared_probs import compute_sum_squared_probs
@@ -74,6 +75,7 @@ __all__ = [
     "advantages",
     "all_finite",
     "apply_updates",
+    "cast",
     "chain",
     "choose_attention",
     "chunked_kl",
@@ -88,6 +90,7 @@ __all__ = [
     "corrections",
     "cosine",
     "describe_update",
+    "dynamic_loss_scale",
     "exact_kl",
     "explained_variance",
     "flash_attention",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fnppo.arguments import check_type
 from fnppo.batching import plan_minibatches
@@ -39,7 +40,8 @@ def train_step(
         donate: reuse the memory of `params` and `opt_state`, which are then gone. The same numbers to the bit.
 
     Returns:
-        New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added.
+        New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added, and `loss_scale`
+        where the optimizer has one.
 
     Raises:
         ValueError: as in `accumulate_gradients`, and where optimizer, state and parameters do not belong together.
@@ -52,8 +54,12 @@ def train_step(
     ({'w': tensor(0.5000)}, {'grad_norm': 5.0, 'steps': 1.0})
     """
     check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
-    (_, metrics), grads = accumulate_gradients(loss_fn, params, batches)
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale(opt_state)
+    (_, metrics), grads = accumulate_gradients(_scaled(loss_fn, scale), params, batches)
     norm = global_norm(grads)
+    if scale is not None:
+        norm = norm / scale
+        metrics = metrics._replace(per_step=metrics.per_step | {"loss_scale": scale})
     updates, opt_state = optimizer.update(grads, opt_state, params, donate=donate)
     del grads
     params = apply_updates(params, updates, donate=donate)
@@ -65,6 +71,18 @@ def train_step(
             totals=metrics.totals | {"steps": torch.ones_like(norm, dtype=torch.long)},
         ),
     )
+
+
+def _scaled(loss_fn: LossFn, scale: Tensor | None) -> LossFn:
+    """The loss times `scale`; its metrics as they are."""
+    if scale is None or not callable(loss_fn):
+        return loss_fn
+
+    def scaled(params: PyTree, batch: Any) -> Any:
+        found = loss_fn(params, batch)
+        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found
+
+    return scaled
 
 
 def update_policy(

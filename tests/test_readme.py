@@ -88,7 +88,7 @@ def test_every_metric_is_in_the_glossary():
     targets = fnppo.Targets(index, index, index, index, one, -one, one, -one)
     _, metrics = fnppo.ppo_loss(fnppo.TokenStats(-one, one), targets, kl_coef=0.1, kl_cap=1.0, entropy_coef=0.1)
     glossary = (ROOT / "docs" / "pages" / "metrics.md").read_text()
-    for name in [*fnppo.summarize(metrics), "grad_norm", "steps"]:
+    for name in [*fnppo.summarize(metrics), "grad_norm", "loss_scale", "steps"]:
         assert f"`{name}`" in glossary, name
 
 
