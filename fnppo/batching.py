@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fnppo.arguments import check_count, check_type
-from fnppo.grouping import group_items, in_order
+from fnppo.grouping import fewest_groups, group_items, in_order, split_groups
 from fnppo.seeding import check_seed
 
 
@@ -15,14 +15,15 @@ def plan_microbatches(
 ) -> list[list[int]]:
     """Groups of rows with at most `max_tokens` real tokens each: few, and of like work.
 
-    The number of groups is within 2% of a lower bound, or at most 11/9 of the fewest possible; `fnppo.grouping` says how.
+    The number of groups is within 2% of a lower bound, or what best fit needs, from the longest row to the shortest;
+    `fnppo.grouping` says how.
 
     Args:
         lengths: tokens of each row, such as `fnppo.lengths(batch)`. Padding does not count.
         max_tokens: the limit, never exceeded.
         min_groups: make at least so many groups, such as the largest number that a data-parallel rank needs. Work is
             spread over all of them; where there are fewer rows, the last groups are empty.
-        hidden_size: of the model. A row of n tokens is taken for n + n² / (12 · hidden_size) units of work, where
+        hidden_size: of the model; the layouts of `update_policy` use the default. A row of n tokens is taken for n + n² / (12 · hidden_size) units of work, where
             attention is the second term.
 
     Returns:
@@ -43,6 +44,7 @@ def plan_microbatches(
     if lengths:
         _refuse_over(longest := max(range(len(lengths)), key=lengths.__getitem__), lengths[longest], max_tokens)
     work = _work_of(hidden_size)
+    _check_min_groups(min_groups)
     return group_items(lengths, [work(n) for n in lengths], limit=max_tokens, min_groups=min_groups)
 
 
@@ -57,7 +59,8 @@ def plan_shared_microbatches(
     """`plan_microbatches` for a layout in which rows of one prompt share its tokens: a prompt counts once a group.
 
     Rows of one prompt stay together. Where all of them are over the limit they are split into as few parts as fit, each
-    with the prompt once; the parts are then planned as if they were rows.
+    with the prompt once, and where there are fewer parts than `min_groups`, those with the most work are halved. The parts
+    are then planned as if they were rows.
 
     Args:
         lengths: tokens of each row, its prompt included.
@@ -89,18 +92,21 @@ def plan_shared_microbatches(
                     "groups from one batch."
                 )
     work = _work_of(hidden_size)
+    _check_min_groups(min_groups)
+    prompt_of = {row: len(prompt) for prompt, rows in groups.items() for row in rows}
+    own_work = [work(length) - work(prompt_of[row]) for row, length in enumerate(lengths)]
     parts: list[list[int]] = []
-    sizes: list[int] = []
-    works: list[int] = []
     for prompt, rows in groups.items():
         for row in rows:
             _refuse_over(row, lengths[row], max_tokens)
         own = [lengths[row] - len(prompt) for row in rows]
-        own_work = [work(lengths[row]) - work(len(prompt)) for row in rows]
-        for part in group_items(own, own_work, limit=max(max_tokens - len(prompt), 1)):
-            parts.append([rows[i] for i in part])
-            sizes.append(len(prompt) + sum(own[i] for i in part))
-            works.append(work(len(prompt)) + sum(own_work[i] for i in part))
+        fewest = fewest_groups(own, limit=max(max_tokens - len(prompt), 1))
+        parts += [[rows[i] for i in part] for part in fewest]
+    parts = split_groups(parts, own_work, max(min_groups, len(parts)))
+    parts = [part for part in parts if part]
+    prompts = [prompt_of[part[0]] for part in parts]
+    sizes = [p + sum(lengths[row] - p for row in part) for p, part in zip(prompts, parts, strict=True)]
+    works = [work(p) + sum(own_work[row] for row in part) for p, part in zip(prompts, parts, strict=True)]
     plan = group_items(sizes, works, limit=max_tokens, min_groups=min_groups)
     return in_order([row for part in group for row in parts[part]] for group in plan)
 
@@ -122,6 +128,10 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
     generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     epochs = [torch.randperm(rows, generator=generator, device="cpu").tolist() for _ in range(num_epochs)]
     return [order[start : start + mini_batch_size] for order in epochs for start in range(0, rows, mini_batch_size)]
+
+
+def _check_min_groups(min_groups: int) -> None:
+    check_count("min_groups", min_groups, least=0, remedy="Leave it out to ask for none.")
 
 
 def _work_of(hidden_size: int) -> Callable[[int], int]:

@@ -40,7 +40,7 @@ def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
         leaves, treedef = _flattened(params)
         aliases = [leaf.detach().requires_grad_() for leaf in leaves]
         with torch.enable_grad():
-            loss, aux = _checked(loss_fn(optree.tree_unflatten(treedef, aliases), *args))
+            loss, aux = checked_loss(loss_fn(optree.tree_unflatten(treedef, aliases), *args))
         grads = (
             torch.autograd.grad(loss, aliases, materialize_grads=True)
             if loss.requires_grad
@@ -92,7 +92,7 @@ def accumulate_gradients(
 
     def run(batch: Any) -> tuple[Tensor, Metrics]:
         with torch.enable_grad():
-            loss, metrics = _checked(loss_fn(optree.tree_unflatten(treedef, aliases), batch))
+            loss, metrics = checked_loss(loss_fn(optree.tree_unflatten(treedef, aliases), batch))
         if not isinstance(metrics, Metrics):
             raise ValueError(
                 f"loss_fn gave metrics of type {type(metrics).__name__}. Return (loss, fnppo.Metrics(...))."
@@ -134,7 +134,7 @@ def _flattened(params: PyTree) -> tuple[list[Tensor], optree.PyTreeSpec]:
     return leaves, treedef
 
 
-def _checked(output: Any) -> tuple[Tensor, Any]:
+def checked_loss(output: Any) -> tuple[Tensor, Any]:
     """What a loss function has returned, if it is (scalar, anything)."""
     if not isinstance(output, tuple) or len(output) != 2:
         raise ValueError(f"loss_fn gave a {type(output).__name__}; (loss, metrics) is needed. Return both.")

@@ -1,24 +1,22 @@
 """Items into groups under a limit: bin packing that also balances.
 
 From the largest item to the smallest, each goes to the group with the least work, as long as that has room (Graham, 1969).
-From the first on for which it has none, small by then, each goes to the fullest group with room, or to a new one (best
-fit). The number of groups at the start is a lower bound. Where the plan has over 2% more than that, best fit alone is tried
-too, which needs at most 11/9 of the fewest possible (Johnson et al., 1974). O(n log n).
+From the first on for which it has none, each goes to the fullest group with room, or to a new one (best fit). The number
+of groups at the start is a lower bound. Where the plan has over 2% more than that, best fit alone is tried too, which needs
+at most 11/9 of the fewest possible groups and a constant (Johnson et al., 1974).
 """
 
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from heapq import heapreplace
-
-from fnppo.arguments import check_count
+from heapq import heapify, heappop, heappush, heapreplace
 
 
 def group_items(sizes: list[int], works: list[int], *, limit: int, min_groups: int = 0) -> list[list[int]]:
     """Items into groups whose sizes add up to at most `limit`: few of them, and of like work.
 
     Args:
-        sizes: of each item, in whole numbers from 0 to `limit`.
+        sizes: of each item, in whole numbers from 0 to `limit`, which `fnppo.batching` has seen to.
         works: of each item, in whole numbers.
         min_groups: make at least so many groups, empty where there are fewer items.
 
@@ -28,13 +26,43 @@ def group_items(sizes: list[int], works: list[int], *, limit: int, min_groups: i
     >>> group_items([5, 4, 3, 3], [25, 16, 9, 9], limit=9)
     [[0, 3], [1, 2]]
     """
-    check_count("min_groups", min_groups, least=0, remedy="Leave it out to ask for none.")
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     fewest = max(-(-sum(sizes) // limit), sum(2 * size > limit for size in sizes), min(len(sizes), 1))
     groups = _balanced(order, sizes, works, limit, max(fewest, min_groups))
     if len(groups) > max(1.02 * fewest, min_groups):
-        groups = min(groups, _best_fit(order, sizes, limit, [], []), key=len)
-    return in_order([*groups, *([] for _ in range(min_groups - len(groups)))])
+        groups = min(groups, split_groups(fewest_groups(sizes, limit=limit), works, min_groups), key=len)
+    return in_order(groups)
+
+
+def fewest_groups(sizes: list[int], *, limit: int) -> list[list[int]]:
+    """As few groups as best fit finds, from the largest item to the smallest, whatever their work.
+
+    >>> fewest_groups([3, 3, 3, 3, 3], limit=9)
+    [[0, 1, 2], [3, 4]]
+    """
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    return in_order(_best_fit(order, sizes, limit, [], []))
+
+
+def split_groups(groups: list[list[int]], works: list[int], count: int) -> list[list[int]]:
+    """Halve the group with the most work until there are `count`, or no group has two items. The rest are empty.
+
+    >>> split_groups([[0, 1, 2], [3]], [5, 4, 3, 9], 3)
+    [[0], [1, 2], [3]]
+    """
+    whole = [group for group in groups if len(group) < 2]
+    heap = [(-sum(works[item] for item in group), group) for group in groups if len(group) > 1]
+    heapify(heap)
+    while heap and len(whole) + len(heap) < count:
+        most, group = heappop(heap)
+        order = sorted(group, key=works.__getitem__, reverse=True)
+        for half in _balanced(order, works, works, -most, 2):
+            if len(half) < 2:
+                whole.append(half)
+            else:
+                heappush(heap, (-sum(works[item] for item in half), half))
+    split = [*whole, *(group for _, group in heap)]
+    return in_order([*split, *([] for _ in range(count - len(split)))])
 
 
 def _balanced(order: list[int], sizes: list[int], works: list[int], limit: int, count: int) -> list[list[int]]:
@@ -49,7 +77,7 @@ def _balanced(order: list[int], sizes: list[int], works: list[int], limit: int, 
             return _best_fit(order[place:], sizes, limit, groups, room)
         groups[group].append(item)
         room[group] -= sizes[item]
-        heapreplace(heap, least + works[item] * count)
+        heapreplace(heap, least + (works[item] + 1) * count)  # + 1: items without work go around, too
     return groups
 
 

@@ -35,14 +35,10 @@ class UpdateFn(Protocol):
 
 
 class Optimizer(NamedTuple):
-    """`init(params) -> state` and `update(grads, state, params, *, donate=False) -> (updates, state)`.
-
-    Where there is a `loss_scale`, `update` expects the gradients of loss_scale(state) · loss; see `fnppo.precision`.
-    """
+    """`init(params) -> state` and `update(grads, state, params, *, donate=False) -> (updates, state)`."""
 
     init: Callable[[PyTree], State]
     update: UpdateFn
-    loss_scale: Callable[[State], Tensor] | None = None
 
 
 def apply_updates(params: PyTree, updates: PyTree, *, donate: bool = False) -> PyTree:
@@ -194,7 +190,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     """
 
     for place, optimizer in enumerate(optimizers):
-        _check_inside(f"optimizer {place} of the chain", optimizer)
+        check_type(f"optimizer {place} of the chain", optimizer, Optimizer, "Such as adamw(1e-6).")
 
     def init(params: PyTree) -> tuple[State, ...]:
         return tuple(optimizer.init(params) for optimizer in optimizers)
@@ -232,7 +228,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     ({'w': tensor(-0.)}, tensor(1), tensor(0))
     """
 
-    _check_inside("optimizer", optimizer)
+    check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
 
     def init(params: PyTree) -> SkipState:
         return SkipState(_no_steps(params), optimizer.init(params))
@@ -309,13 +305,6 @@ def _leaves_like(params: PyTree, tree: PyTree, what: str) -> list[Tensor]:
                 "params. Make both from the same params."
             )
     return leaves
-
-
-def _check_inside(name: str, optimizer: Optimizer) -> None:
-    """Raise a `ValueError` where it is none, or one that nothing can be put around."""
-    check_type(name, optimizer, Optimizer, "Such as adamw(1e-6).")
-    if optimizer.loss_scale is not None:
-        raise ValueError(f"{name} scales the loss, and nobody would see it. Put dynamic_loss_scale around all others.")
 
 
 def _check_state(state: State, wanted: type) -> None:

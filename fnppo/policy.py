@@ -7,6 +7,7 @@ the module's own weights. `fnppo.functional` makes one from a module.
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -54,11 +55,12 @@ class Policy:
         own = {name: params[names[id(parameter)]] for name, parameter in backbone.named_parameters()}
         device = inputs.input_ids.device
         own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
-        if self.dropout_seed is None:
-            hidden = functional_call(backbone, own, kwargs=arguments).last_hidden_state
-        else:
-            with seeded(self.dropout_seed, device):
+        with nullcontext() if self.dropout_seed is None else seeded(self.dropout_seed, device):
+            try:
                 hidden = functional_call(backbone, own, kwargs=arguments).last_hidden_state
+            except RuntimeError as error:
+                _refuse_mixed_dtypes(params, error)
+                raise
         return rearrange(hidden, "batch seq hidden -> (batch seq) hidden")
 
     def _ours(self, inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
@@ -151,8 +153,6 @@ class Head(NamedTuple):
 def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | PaddedInputs) -> None:
     """Names, shapes, devices and dtypes: a misspelt name would be ignored in silence, a vector of one number broadcast."""
     own = dict(skeleton.named_parameters())
-    below_head = {id(parameter) for parameter in _backbone(skeleton).parameters()}
-    first: dict[torch.dtype, str] = {}
     if missing := sorted(own.keys() - params.keys()):
         raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
     for name, value in params.items():
@@ -166,14 +166,18 @@ def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | Pa
         check_device(name, value, "input_ids", inputs.input_ids)
         if own[name].is_floating_point() and not value.is_floating_point():
             raise ValueError(f"params holds {name} in {value.dtype}; it needs floating point. Call .float() on it.")
-        if id(own[name]) not in below_head:
-            continue  # the head computes in the dtype of what it is given
-        other = first.setdefault(own[name].dtype, name)
-        if value.dtype != params[other].dtype:
-            raise ValueError(
-                f"params holds {name} in {value.dtype} and {other} in {params[other].dtype}, which have one dtype in the "
-                "model. Cast all parameters, or cast the module before functional_policy reads it."
-            )
+
+
+def _refuse_mixed_dtypes(params: Params, error: RuntimeError) -> None:
+    """What torch says about two dtypes in one product, with the names of parameters. Models bear some mixtures, not all."""
+    first: dict[torch.dtype, str] = {}
+    for name, value in params.items():
+        first.setdefault(value.dtype, name)
+    if len(first) > 1 and ("dtype" in str(error) or "scalar type" in str(error)):
+        found = " and ".join(f"{name} in {dtype}" for dtype, name in first.items())
+        raise ValueError(
+            f"the model cannot compute with {found} among its params: {error}. Cast all of them to one dtype."
+        ) from error
 
 
 def _attend(

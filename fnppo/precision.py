@@ -10,10 +10,11 @@ Parameters, moments and sums of gradients stay in float32, where a small update 
 bfloat16). Log-probs, entropies and the loss are in float32 at least, whatever the layers compute in.
 
 bfloat16 has the range of float32. float16 has no number between 0 and 6e-8, where many gradients lie, and none above 65504.
-So the loss is multiplied by a scale before the backward, and its gradients are divided by it after (Micikevicius et al.,
-arXiv:1710.03740). The scale is a power of 2, which changes no digit.
+So the loss is multiplied by a scale before the backward, and the float32 gradients are divided by it after (Micikevicius et
+al., arXiv:1710.03740). The scale is a power of 2, which changes no digit.
 """
 
+import math
 from typing import NamedTuple
 
 import optree
@@ -68,16 +69,18 @@ def dynamic_loss_scale(
         `interval` finite steps in a row   scale ← min(scale · factor, 2²⁴)
 
     `train_step` and `update_policy` multiply the loss by the scale of the state, and report gradient norms without it.
-    Outermost of all: clipping inside sees the gradients of the loss. `opt_state.inner.skipped` counts skipped updates.
+    It goes around all other optimizers, so that clipping sees the gradients of the loss. `opt_state.inner.skipped` counts
+    skipped updates, which the first steps often are.
 
     Args:
         optimizer: the one inside, with its clipping.
-        initial: the first scale.
-        factor: of growth and back-off. Powers of 2 leave all digits as they are.
+        initial: the first scale, a power of 2.
+        factor: of growth and back-off, a power of 2.
         interval: steps after which a larger scale is tried.
 
     Raises:
-        ValueError: a number is out of range, or the optimizer inside scales the loss, too.
+        ValueError: a number is out of range; or, at `init`, a parameter is in float16, where the division would undo what
+            the scale is for.
 
     >>> from fnppo import sgd
     >>> optimizer, params = dynamic_loss_scale(sgd(0.5), initial=4.0, interval=1), {"w": torch.tensor(0.0)}
@@ -91,31 +94,61 @@ def dynamic_loss_scale(
     inside = skip_nonfinite(optimizer)
     check_number("initial", initial, least=1, most=LARGEST, remedy="Use a power of 2, such as 2.0**16.")
     check_number("factor", factor, above=1, remedy="Use 2.")
+    for name, number in (("initial", initial), ("factor", factor)):
+        if math.frexp(number)[0] != 0.5:
+            raise ValueError(f"{name} is {number}; a power of 2 is needed, which changes no digit. Use 2.0**16, and 2.")
     check_count("interval", interval, least=1, remedy="It counts steps between two tries of a larger scale.")
 
     def init(params: PyTree) -> LossScaleState:
+        paths, leaves, _ = optree.tree_flatten_with_path(params)
+        for path, leaf in zip(paths, leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:
+                raise ValueError(
+                    f"params/{'/'.join(map(str, path))} is in float16, where gradients divided by the scale are 0. Keep "
+                    "parameters in float32, and cast them in the loss."
+                )
         state = inside.init(params)
-        return LossScaleState(
-            torch.full_like(state.skipped, initial, dtype=torch.float32), torch.zeros_like(state.skipped), state
-        )
+        scale = torch.full_like(state.skipped, initial, dtype=torch.float32)
+        return LossScaleState(scale, torch.zeros_like(state.skipped), state)
 
     def update(grads: PyTree, state: State, params: PyTree, *, donate: bool = False) -> tuple[PyTree, LossScaleState]:
-        scale = scale_of(state)
-        leaves, treedef = optree.tree_flatten(grads)
-        unscaled = treedef.unflatten(foreach("mul_" if donate else "mul", leaves, 1 / scale))
-        updates, inner = inside.update(unscaled, state.inner, params, donate=donate)
-        finite = inner.skipped == state.inner.skipped
-        streak = torch.where(finite, state.streak + 1, 0)
-        grown = torch.where(streak == interval, scale * factor, scale)
-        scale = torch.where(finite, grown, scale / factor).clamp(1.0, LARGEST)
-        return updates, LossScaleState(scale, streak % interval, inner)
-
-    def scale_of(state: State) -> Float[Tensor, ""]:
         if not isinstance(state, LossScaleState):
             raise ValueError(
                 f"opt_state is a {type(state).__name__}, the optimizer needs LossScaleState. Make it with the init of this "
                 "optimizer."
             )
-        return state.scale
+        leaves, treedef = optree.tree_flatten(grads)
+        unscaled = foreach("mul_" if donate else "mul", leaves, 1 / state.scale)
+        grads = treedef.unflatten(new.to(old.dtype) for new, old in zip(unscaled, leaves, strict=True))
+        updates, inner = inside.update(grads, state.inner, params, donate=donate)
+        finite = inner.skipped == state.inner.skipped
+        streak = torch.where(finite, state.streak + 1, 0)
+        grown = torch.where(streak == interval, state.scale * factor, state.scale)
+        scale = torch.where(finite, grown, state.scale / factor).clamp(1.0, LARGEST)
+        return updates, LossScaleState(scale, streak % interval, inner)
 
-    return Optimizer(init, update, scale_of)
+    return Optimizer(init, update)
+
+
+def loss_scale_of(opt_state: State) -> Float[Tensor, ""] | None:
+    """What the loss is to be multiplied by, for the optimizer whose state this is; None is no scale.
+
+    Raises:
+        ValueError: another optimizer is around `dynamic_loss_scale`.
+
+    >>> from fnppo import sgd
+    >>> params = {"w": torch.tensor(0.0)}
+    >>> loss_scale_of(dynamic_loss_scale(sgd(0.5)).init(params)), loss_scale_of(sgd(0.5).init(params))
+    (tensor(65536.), None)
+    """
+    scaled = isinstance(opt_state, LossScaleState)
+    if _has_scale(opt_state.inner if scaled else opt_state):
+        raise ValueError(
+            "an optimizer stands around dynamic_loss_scale, and would see gradients of the scaled loss. Put "
+            "dynamic_loss_scale around all others."
+        )
+    return opt_state.scale if scaled else None
+
+
+def _has_scale(state: State) -> bool:
+    return isinstance(state, LossScaleState) or (isinstance(state, tuple) and any(map(_has_scale, state)))

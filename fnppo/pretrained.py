@@ -1,13 +1,18 @@
 """Loading a causal LM by name: SmolLM2 from its wheel, a GGUF file, a folder or a hub id."""
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
 import torch
+
+_READING = Lock()
+"""`_read_once` changes another module while it lasts."""
 
 
 def load_model(model: str, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -50,11 +55,16 @@ def _locate(model: str) -> tuple[str, dict[str, str]]:
     return str(path.parent), {"gguf_file": path.name}
 
 
-def _read_once() -> AbstractContextManager[Any]:
+@contextmanager
+def _read_once() -> Iterator[None]:
     """Half the time of a GGUF file: transformers parses its header twice, and makes one table of names for each module."""
     import gguf
 
-    return patch.multiple(gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map))
+    with (
+        _READING,
+        patch.multiple(gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map)),
+    ):
+        yield
 
 
 def _smollm2() -> Path:

@@ -9,10 +9,11 @@ from torch import Tensor
 from fnppo.arguments import check_type
 from fnppo.batching import plan_minibatches
 from fnppo.checks import check_batch
-from fnppo.gradients import LossFn, accumulate_gradients
+from fnppo.gradients import LossFn, accumulate_gradients, checked_loss
 from fnppo.layouts import Layout, packed
 from fnppo.metrics import Metrics, merge_metrics, summarize
 from fnppo.optim import Optimizer, State, apply_updates, global_norm
+from fnppo.precision import loss_scale_of
 from fnppo.rows import lengths, select_rows
 from fnppo.types import PaddedBatch, PyTree
 from fnppo.weights import token_mean
@@ -41,7 +42,7 @@ def train_step(
 
     Returns:
         New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added, and `loss_scale`
-        where the optimizer has one.
+        under `dynamic_loss_scale`.
 
     Raises:
         ValueError: as in `accumulate_gradients`, and where optimizer, state and parameters do not belong together.
@@ -54,8 +55,9 @@ def train_step(
     ({'w': tensor(0.5000)}, {'grad_norm': 5.0, 'steps': 1.0})
     """
     check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
-    scale = None if optimizer.loss_scale is None else optimizer.loss_scale(opt_state)
-    (_, metrics), grads = accumulate_gradients(_scaled(loss_fn, scale), params, batches)
+    if (scale := loss_scale_of(opt_state)) is not None and callable(loss_fn):
+        loss_fn = _scaled(loss_fn, scale)
+    (_, metrics), grads = accumulate_gradients(loss_fn, params, batches)
     norm = global_norm(grads)
     if scale is not None:
         norm = norm / scale
@@ -73,14 +75,12 @@ def train_step(
     )
 
 
-def _scaled(loss_fn: LossFn, scale: Tensor | None) -> LossFn:
+def _scaled(loss_fn: LossFn, scale: Tensor) -> LossFn:
     """The loss times `scale`; its metrics as they are."""
-    if scale is None or not callable(loss_fn):
-        return loss_fn
 
-    def scaled(params: PyTree, batch: Any) -> Any:
-        found = loss_fn(params, batch)
-        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found
+    def scaled(params: PyTree, batch: Any) -> tuple[Tensor, Any]:
+        loss, metrics = checked_loss(loss_fn(params, batch))
+        return loss * scale, metrics
 
     return scaled
 

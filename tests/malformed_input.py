@@ -914,6 +914,7 @@ def test_parameters_that_are_not_the_models():
     policy, params = policy_of()
     batch = laid_out()[0]
     run = lambda params: fnppo.forward_logprobs(params, batch, policy=policy, temperature=1.0)
+    some = "model.layers.0.self_attn.q_proj.weight"
     for wrong, named in (
         (params | {"model.norm.weight": torch.ones(1)}, ["model.norm.weight", (1,), (8,)]),
         (params | {"model.mine": torch.ones(1)}, ["model.mine", "does not exist"]),
@@ -921,7 +922,7 @@ def test_parameters_that_are_not_the_models():
         (params | {"model.norm.weight": [1.0]}, ["model.norm.weight", "list"]),
         ({n: p for n, p in params.items() if n != "model.norm.weight"}, ["params lacks model.norm.weight"]),
         ({n: p.to("meta") for n, p in params.items()}, ["meta", "Move one"]),
-        (params | {"model.norm.weight": params["model.norm.weight"].half()}, ["norm", "float16", "float32", "Cast"]),
+        (params | {some: params[some].double()}, [some, "float64", "float32", "Cast all"]),
         (params | {"model.norm.weight": params["model.norm.weight"].long()}, ["norm", "int64", "float()"]),
         (params | {"lm_head.weight": params["lm_head.weight"].long()}, ["lm_head", "int64", "float()"]),
         ({}, ["params lacks"]),

@@ -51,8 +51,50 @@ def test_at_least_so_many_groups(lengths, limit, least):
     assert least <= len(groups) <= max(least, without)
     full = [group for group in groups if group]
     assert groups == sorted(full) + [[]] * (len(groups) - len(full))
-    if 0 not in lengths:  # rows of no tokens are no work, and need no group of their own
-        assert len(full) >= min(least, len(lengths))
+    assert len(full) >= min(least, len(lengths))
+
+
+@pytest.mark.core
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=20), st.integers(12, 40), st.integers(0, 9))
+def test_at_least_so_many_groups_of_shared_prompts(rows, limit, least):
+    """No group is empty while another could have given it a row, and none is over the limit, prompts counted once."""
+    lengths = [2 + prompt + own for prompt, own in rows]
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for row, (prompt, _) in enumerate(rows):
+        prompts.setdefault((prompt,) * (2 + prompt), []).append(row)
+    groups = plan_shared_microbatches(lengths, prompts, max_tokens=limit, min_groups=least)
+    assert sorted(row for group in groups for row in group) == list(range(len(rows)))
+    assert sum(map(bool, groups)) >= min(least, len(rows))
+    assert len(groups) >= least
+    for group in groups:
+        once = {rows[row][0] for row in group}
+        assert sum(2 + prompt for prompt in once) + sum(rows[row][1] for row in group) <= limit
+
+
+def test_best_fit_leaves_none_of_the_groups_asked_for_empty():
+    """With the least work first there would be 9 groups, by best fit alone 7; 8 are asked for."""
+    lengths = [8, 11, 11, 15, 7, 11, 19, 15, 7, 7, 17, 16, 19, 13, 8, 13, 12]
+    groups = plan_microbatches(lengths, max_tokens=30, min_groups=8)
+    assert len(groups) == 8
+    assert all(groups)
+    assert plan_microbatches([0, 0, 0], max_tokens=30, min_groups=3) == [[0], [1], [2]]
+
+
+def test_as_few_groups_where_prompts_are_shared():
+    """A prompt over the limit is cut so that a small part is left, which goes with those of others."""
+    prompts = {(i,) * 10: list(range(13 * i, 13 * i + 13)) for i in range(2)}
+    assert len(plan_shared_microbatches([20] * 26, prompts, max_tokens=100)) == 3
+    g = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        sizes = torch.randint(100, 801, (16,), generator=g).tolist()
+        own = torch.randint(50, 1025, (16, 8), generator=g).tolist()
+        prompts = {(i,) * sizes[i]: list(range(8 * i, 8 * i + 8)) for i in range(16)}
+        lengths = [sizes[i] + own[i][j] for i in range(16) for j in range(8)]
+        groups = plan_shared_microbatches(lengths, prompts, max_tokens=4096)
+        once = [sum(sizes[i] for i in {row // 8 for row in group}) for group in groups]
+        tokens = [p + sum(own[row // 8][row % 8] for row in group) for p, group in zip(once, groups, strict=True)]
+        assert max(tokens) <= 4096
+        assert len(groups) <= 1.1 * -(-sum(tokens) // 4096)
 
 
 def test_work_is_spread_over_the_groups_asked_for():
@@ -62,7 +104,10 @@ def test_work_is_spread_over_the_groups_asked_for():
     assert plan_microbatches([], max_tokens=100, min_groups=2) == [[], []]
     prompts = {(1, 2): [0, 1], (3,): [2]}
     assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=2) == [[0, 1], [2]]
-    assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=3) == [[0, 1], [2], []]
+    assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=3) == [[0], [1], [2]]
+    assert plan_shared_microbatches([4] * 8, {(1, 2): list(range(8))}, max_tokens=100, min_groups=3) == [
+        [0, 4], [1, 3, 5, 7], [2, 6],
+    ]  # fmt: skip
 
 
 def test_attention_counts_for_more_in_a_small_model():
