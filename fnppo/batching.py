@@ -104,9 +104,12 @@ def plan_shared_microbatches(
         parts += [[rows[i] for i in part] for part in fewest]
     parts = split_groups(parts, own_work, max(min_groups, len(parts)))
     parts = [part for part in parts if part]
-    prompts = [prompt_of[part[0]] for part in parts]
-    sizes = [p + sum(lengths[row] - p for row in part) for p, part in zip(prompts, parts, strict=True)]
-    works = [work(p) + sum(own_work[row] for row in part) for p, part in zip(prompts, parts, strict=True)]
+    sizes: list[int] = []
+    works: list[int] = []
+    for part in parts:
+        once = prompt_of[part[0]]
+        sizes.append(once + sum(lengths[row] - once for row in part))
+        works.append(work(once) + sum(own_work[row] for row in part))
     plan = group_items(sizes, works, limit=max_tokens, min_groups=min_groups)
     return in_order([row for part in group for row in parts[part]] for group in plan)
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.arguments import check_hyper, check_tensor, check_type
+from fnppo.arguments import check_hyper, check_type
 from fnppo.checks import check_targets
 from fnppo.kl import KLEstimator, capped, kl_k3
 from fnppo.metrics import Metrics, count_targets
@@ -153,10 +153,13 @@ def add_losses(
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], Metrics):
             raise ValueError(f"{name} is no (loss, metrics). Give what ppo_loss or value_loss returned.")
     loss = first[0] + coef * second[0]
-    for left, right in zip(first[1], second[1], strict=True):
+    both = {}
+    for kind in Metrics._fields:
+        left, right = getattr(first[1], kind), getattr(second[1], kind)
         if twice := sorted(left.keys() & right.keys() - {"loss", "tokens", "rows"}):
             raise ValueError(f"both losses have a metric {twice[0]}, and one would be lost. Rename one.")
-    metrics = Metrics(*(left | right for left, right in zip(first[1], second[1], strict=True)))
+        both[kind] = left | right
+    metrics = Metrics(**both)
     return loss, metrics._replace(per_step=metrics.per_step | {"loss": loss.detach()})
 
 
@@ -165,7 +168,6 @@ def _kl_terms(
 ) -> dict[str, Tensor]:
     """The KL of each target, and where there is a cap, 1 where it has taken the gradient away."""
     if isinstance(kl, Tensor):
-        check_tensor("kl", kl)
         exact, ref_logprobs = kl, stats.logprobs  # which is not read
         kl = lambda *_: exact  # noqa: E731
     else:

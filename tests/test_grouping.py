@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fnppo import plan_microbatches, plan_shared_microbatches
-from fnppo.grouping import group_items
+from fnppo.grouping import group_items, split_groups
 
 LIMIT = 16_384
 
@@ -135,6 +135,39 @@ def test_known_groups():
     assert group_items([0, 0], [0, 0], limit=9) == [[0, 1]]
     assert group_items([5, 5, 4, 3, 3], [5, 5, 4, 3, 3], limit=10) == [[0, 1], [2, 3, 4]]
     assert group_items([3, 3, 4, 5, 5], [3, 3, 4, 5, 5], limit=10) == [[0, 1, 2], [3, 4]]
+
+
+def test_to_the_unit_of_work():
+    """At hidden size 2048 a row of 1240 is 3 units more than rows of 1230 and 11, at 2049 it is 9 less.
+
+    One unit a row is added, so that rows of no tokens are dealt out too: in the last, 10 + 1 is more than 7 + 3.
+    """
+    lengths = [1240, 1230, 11, 5]
+    alone = {(row,): [row] for row in range(4)}
+    for plan in (plan_microbatches, lambda lengths, **options: plan_shared_microbatches(lengths, alone, **options)):
+        assert plan(lengths, max_tokens=10_000, min_groups=2) == [[0], [1, 2, 3]]
+        assert plan(lengths, max_tokens=10_000, min_groups=2, hidden_size=2049) == [[0, 3], [1, 2]]
+    assert group_items([9, 8, 7, 6, 5], [10, 3, 2, 2, 1], limit=100, min_groups=2) == [[0], [1, 2, 3, 4]]
+
+
+def test_what_the_plan_begins_with():
+    """Three rows above half the limit need three groups: the fourth goes to the first of them, not to the last."""
+    assert group_items([5, 5, 5, 1], [5, 5, 5, 1], limit=9) == [[0, 3], [1], [2]]
+    assert group_items([], [], limit=9) == plan_shared_microbatches([], {}, max_tokens=9) == []
+    # two groups by best fit alone, though the three are first in the order of lists
+    assert group_items([5, 3, 4, 5, 4], [8, 8, 2, 9, 7], limit=11) == [[0, 3], [1, 2, 4]]
+
+
+def test_groups_are_halved_by_work():
+    """The group with the most work first, and within it from the item with the most work on."""
+    assert split_groups([[0, 1, 2, 3, 4]], [8, 1, 8, 5, 6], 2) == [[0, 4], [1, 2, 3]]
+    assert split_groups([[0, 1, 2, 3]], [1, 1, 1, 1], 4) == [[0], [1], [2], [3]]
+    assert split_groups([[0, 1, 2, 3], [4, 5]], [8, 8, 8, 8, 3, 3], 4) == [[0], [1, 3], [2], [4, 5]]
+    assert split_groups([[0], [1, 2]], [9, 1, 1], 5) == [[0], [1], [2], [], []]
+    assert split_groups([[0, 1], [2]], [1, 1, 1], 2) == [[0, 1], [2]]
+    # a prompt is computed once, so that of a long one is no work that a half would save
+    prompts = {tuple([1] * 40): [0, 1], (2,): [2, 3]}
+    assert plan_shared_microbatches([41, 41, 11, 11], prompts, max_tokens=99, min_groups=3) == [[0, 1], [2], [3]]
 
 
 def test_equal_rows_keep_their_order():

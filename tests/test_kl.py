@@ -198,6 +198,12 @@ def test_a_cap(name, ds, cap):
             assert (values[i].item(), slopes[i].item()) == (value, torch.autograd.grad(alone, one)[0].item())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_importance_corrected_keeps_the_dtype(dtype):
+    columns = [tensor([x], dtype=dtype) for x in (-1.0, -1.5, -2.0)]
+    assert importance_corrected(kl_k3, old_logprobs=columns[2])(*columns[:2]).dtype == dtype
+
+
 def test_a_cap_hides_no_nan_and_takes_what_overflows():
     """C12: NaN is not above the cap. An infinite k3 is: exp(1000) in float32."""
     logprobs = tensor([math.nan, -1000.0], requires_grad=True)
@@ -205,7 +211,10 @@ def test_a_cap_hides_no_nan_and_takes_what_overflows():
     assert math.isnan(values[0].item())
     assert (values[1].item(), over.tolist()) == (10.0, [False, True])
     assert torch.autograd.grad(values[1], logprobs)[0][1].item() == 0.0
-    with pytest.raises(ValueError, match=r"kl gave shape \(\) for 2 targets"):
+    exactly = capped(kl_k2, tensor([2.0, -2.0]), torch.zeros(2), cap=2.0)
+    assert [column.tolist() for column in exactly] == [[2.0, 2.0], [False, False]]
+    said = r"^kl gave shape \(\) for 2 targets; a cap needs one value a target\. Do not reduce in it\.$"
+    with pytest.raises(ValueError, match=said):
         capped(lambda a, b: kl_k3(a, b).mean(), torch.zeros(2), torch.zeros(2), cap=1.0)
 
 

@@ -12,9 +12,9 @@ from torch.func import grad, vmap
 from torch.testing import assert_close
 
 import fnppo
-from fnppo import Targets, TokenStats, on_policy, ppo_loss, straight_through, summarize
+from fnppo import Metrics, Targets, TokenStats, on_policy, ppo_loss, straight_through, summarize
 from fnppo.kl import kl_k2, kl_k3
-from fnppo.surrogates import clipped_surrogate
+from fnppo.surrogates import clipped_surrogate, column
 from fnppo.testing import oracle_loss
 
 F64 = torch.float64
@@ -190,11 +190,18 @@ def test_the_kl_of_each_target_may_be_given():
     for cap in (None, 1.0):
         with pytest.raises(ValueError, match=r"kl gave shape \(3,\) for 2 targets"):
             ppo_loss(stats_of([0.0, 0.0]), targets, kl=torch.zeros(3), kl_cap=cap)
-    with pytest.raises(ValueError, match="kl is a str; an estimator or a tensor is needed"):
+    said = r"^kl is a str; an estimator or a tensor is needed\. Use one of fnppo\.kl, or exact_kl\.$"
+    with pytest.raises(ValueError, match=said):
         unwrap(ppo_loss)(stats_of([0.0, 0.0]), targets, kl_coef=0.1, kl="k3")
     for cap in (0.0, -1.0, math.nan, tensor([1.0, 2.0])):
-        with pytest.raises(ValueError, match="kl_cap"):
+        with pytest.raises(
+            ValueError, match=r"^kl_cap (is .*It is the largest KL of a token; None is no cap|has shape .*)\.$"
+        ):
             ppo_loss(stats_of([0.0, 0.0]), targets, kl=kl, kl_cap=cap)
+    uncapped = ppo_loss(stats_of([0.0, 0.0]), targets, kl=kl.detach()[:1].expand(2), kl_coef=0.5, kl_cap=math.inf)
+    assert uncapped[0].item() == 0.5 * (0.5 + 2 * 0.5)
+    assert uncapped[1].per_token["kl_capped_fraction"] == 0
+    assert uncapped[1].per_token["kl_capped_fraction"].dtype == F64
     with pytest.raises(ValueError, match=r"kl_cap is 2\.0, but no KL is computed: kl_coef is 0 and .* Leave it out\."):
         ppo_loss(stats_of([0.0, 0.0]), targets, kl_cap=2.0)
     referred = targets._replace(ref_logprobs=torch.zeros(2, dtype=F64))
@@ -280,8 +287,21 @@ def test_on_policy_is_said_not_guessed():
     assert (summary["ratio_min"], summary["ratio_max"], summary["clamped_fraction"]) == (1.0, 1.0, 0.0)
 
 
+def test_a_surrogate_without_clips_and_one_that_reduces():
+    targets = targets_of([1.0, -1.0])
+    metrics = ppo_loss(stats_of([0.0, 0.0]), targets, surrogate=lambda stats, targets: (-stats.logprobs, {}))[1]
+    assert torch.equal(metrics.per_token["clamped_fraction"], torch.zeros((), dtype=F64))
+    said = r"^surrogate gave shape \(\) for 2 targets; the loss needs one value a target\. Do not reduce in it\.$"
+    with pytest.raises(ValueError, match=said):
+        ppo_loss(stats_of([0.0, 0.0]), targets, surrogate=lambda stats, targets: (-stats.logprobs.sum(), {}))
+
+
 def test_what_is_missing_is_named():
     targets = targets_of([1.0])
+    with pytest.raises(
+        ValueError, match=r"^the loss needs targets\.extra\['mine'\]: put the column into batch\.extra\.$"
+    ):
+        column("mine", targets)
     for name, way_out in (
         ("loss_weights", r"call token_mean\(batch\) or a sibling once per mini-batch"),
         ("old_logprobs", r"or state that the batch is on-policy: on_policy\(targets, stats\)"),
@@ -375,3 +395,33 @@ def test_the_default_device_is_not_used():
     expected, expected_metrics = ppo_loss(stats, targets, kl_coef=0.1, entropy_coef=0.1)
     assert_close(loss, expected)
     assert summarize(metrics) == summarize(expected_metrics)
+
+
+def test_two_losses_of_the_same_targets():
+    """Sums of each, coef times the second; every metric of both, and targets counted once."""
+    policy = tensor(1.5, dtype=F64, requires_grad=True)
+    value = tensor(4.0, dtype=F64, requires_grad=True)
+    totals = {"tokens": tensor(3), "rows": tensor(2)}
+    first = Metrics(
+        {"loss": tensor(1.5), "policy_loss": tensor(1.5)}, {"entropy": tensor(0.5)}, totals, {"low": tensor(1.0)}
+    )
+    second = Metrics({"loss": tensor(4.0)}, {"value_mean": tensor(2.0)}, totals, {}, {"high": tensor(7.0)})
+    loss, metrics = fnppo.add_losses((policy, first), (value, second), coef=0.5)
+    assert loss.item() == 3.5
+    assert [grad.item() for grad in torch.autograd.grad(loss, (policy, value))] == [1.0, 0.5]
+    assert not metrics.per_step["loss"].requires_grad
+    assert metrics.per_step == {"loss": 3.5, "policy_loss": 1.5}
+    assert metrics.per_token == {"entropy": 0.5, "value_mean": 2.0}
+    assert metrics.totals == {"tokens": 3, "rows": 2}
+    assert (metrics.minima, metrics.maxima) == ({"low": 1.0}, {"high": 7.0})
+    twice = second._replace(per_token={"entropy": tensor(0.0)})
+    with pytest.raises(ValueError, match=r"^both losses have a metric entropy, and one would be lost\. Rename one\.$"):
+        fnppo.add_losses((policy, first), (value, twice), coef=1.0)
+    with pytest.raises(
+        ValueError, match=r"^first is no \(loss, metrics\)\. Give what ppo_loss or value_loss returned\.$"
+    ):
+        unwrap(fnppo.add_losses)((policy,), (value, second), coef=1.0)
+    with pytest.raises(ValueError, match=r"^second is no \(loss, metrics\)"):
+        unwrap(fnppo.add_losses)((policy, first), (value, {}), coef=1.0)
+    with pytest.raises(ValueError, match=r"^coef is nan; .* It weighs the second loss\.$"):
+        fnppo.add_losses((policy, first), (value, second), coef=math.nan)

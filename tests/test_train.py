@@ -429,7 +429,8 @@ def test_prepare_sees_each_mini_batch_once_with_the_current_params():
 
 def test_prepare_must_return_a_batch():
     params, loss_fn = loss_for("gpt2")
-    with pytest.raises(ValueError, match="what prepare returned is a NoneType; a PaddedBatch is needed"):
+    said = r"^what prepare returned is a NoneType; a PaddedBatch is needed\. Return the mini-batch, such as with a new column\.$"
+    with pytest.raises(ValueError, match=said):
         inspect.unwrap(fnppo.update_policy)(
             params, OPTIMIZER.init(params), some_batch(), loss_fn=loss_fn, optimizer=OPTIMIZER, mini_batch_size=3,
             max_tokens=99, prepare=lambda params, mini_batch: None,
