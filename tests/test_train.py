@@ -1,6 +1,5 @@
 """Steps and updates: splits, epochs, order of rows, determinism, donation, metrics."""
 
-import inspect
 import math
 
 import optree
@@ -427,11 +426,11 @@ def test_prepare_sees_each_mini_batch_once_with_the_current_params():
     assert 0.3 < one[2]["selected"] <= 0.5
 
 
-def test_prepare_must_return_a_batch():
+def test_prepare_must_return_a_batch(unchecked):
     params, loss_fn = loss_for("gpt2")
     said = r"^what prepare returned is a NoneType; a PaddedBatch is needed\. Return the mini-batch, such as with a new column\.$"
     with pytest.raises(ValueError, match=said):
-        inspect.unwrap(fnppo.update_policy)(
+        fnppo.update_policy(
             params, OPTIMIZER.init(params), some_batch(), loss_fn=loss_fn, optimizer=OPTIMIZER, mini_batch_size=3,
             max_tokens=99, prepare=lambda params, mini_batch: None,
         )  # fmt: skip
