@@ -55,7 +55,7 @@ def test_at_least_so_many_groups(lengths, limit, least):
 
 
 @pytest.mark.core
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=20), st.integers(12, 40), st.integers(0, 9))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=20), st.integers(14, 40), st.integers(0, 9))
 def test_at_least_so_many_groups_of_shared_prompts(rows, limit, least):
     """No group is empty while another could have given it a row, and none is over the limit, prompts counted once."""
     lengths = [2 + prompt + own for prompt, own in rows]
