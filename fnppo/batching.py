@@ -23,8 +23,8 @@ def plan_microbatches(
         max_tokens: the limit, never exceeded.
         min_groups: make at least so many groups, such as the largest number that a data-parallel rank needs. Work is
             spread over all of them; where there are fewer rows, the last groups are empty.
-        hidden_size: of the model; the layouts of `update_policy` use the default. A row of n tokens is taken for n + n² / (12 · hidden_size) units of work, where
-            attention is the second term.
+        hidden_size: of the model; the layouts of `update_policy` use the default. A row of n tokens is taken for
+            n + n² / (12 · hidden_size) units of work, where attention is the second term.
 
     Returns:
         Row numbers of each group, ascending within a group; groups ordered by their first row. Every row is in exactly
