@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fnppo.arguments import check_hyper, check_type
+from fnppo.arguments import check_hyper, check_tensor, check_type
 from fnppo.checks import check_targets
 from fnppo.kl import KLEstimator, capped, kl_k3
 from fnppo.metrics import Metrics, count_targets
@@ -168,6 +168,7 @@ def _kl_terms(
 ) -> dict[str, Tensor]:
     """The KL of each target, and where there is a cap, 1 where it has taken the gradient away."""
     if isinstance(kl, Tensor):
+        check_tensor("kl", kl)
         exact, ref_logprobs = kl, stats.logprobs  # which is not read
         kl = lambda *_: exact  # noqa: E731
     else:

@@ -192,6 +192,8 @@ def test_the_kl_of_each_target_may_be_given(unchecked):
     said = r"^kl is a str; an estimator or a tensor is needed\. Use one of fnppo\.kl, or exact_kl\.$"
     with pytest.raises(ValueError, match=said):
         ppo_loss(stats_of([0.0, 0.0]), targets, kl_coef=0.1, kl="k3")
+    with pytest.raises(ValueError, match=r"^kl has layout torch\.sparse_coo; a dense tensor is needed"):
+        ppo_loss(stats_of([0.0, 0.0]), targets, kl=torch.ones(2, dtype=F64).to_sparse())
     for cap in (0.0, -1.0, math.nan, tensor([1.0, 2.0])):
         with pytest.raises(
             ValueError, match=r"^kl_cap (is .*It is the largest KL of a token; None is no cap|has shape .*)\.$"
