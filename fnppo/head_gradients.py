@@ -4,24 +4,50 @@ For the backward of an autograd Function that has saved its inputs only. Sums ov
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fnppo.logit_chunks import precise
+from fnppo.linear_head import stats_of_chunk
+from fnppo.logit_chunks import Constants, Workspace, chunks, precise
 
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 """With respect to hidden, weight and bias."""
 
 
-def chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:
-    """Slices of `size` targets; one empty slice when there is no target.
+def logprob_gradients(
+    constants: Constants,
+    chunk_size: int,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    temp: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    *,
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
+    """From the gradients in log-probs and entropies; the logits of each chunk are computed again.
 
-    >>> [len(hidden) for hidden, _ in chunks(2, torch.zeros(3, 4), torch.zeros(3))]
-    [2, 1]
+    Args:
+        entropy: the entropies of the forward. Where they were not wanted, it and `grad_entropy` are not read.
+        wanted: whether hidden, weight and bias need a gradient.
     """
-    return list(zip(*(column.split(size) for column in columns), strict=True))
+    if not constants.entropy:
+        entropy = grad_entropy = torch.zeros_like(grad_logprobs)
+    parts = chunks(chunk_size, hidden, ids, temp, grad_logprobs, grad_entropy, entropy)
+    if torch.is_grad_enabled():  # somebody may differentiate these gradients in turn
+        unwanted = grad_entropy.new_empty(0)
+        return differentiable_gradients(
+            partial(stats_of_chunk, constants), weight, bias,
+            ((h, (i, t), (g, e if constants.entropy else unwanted)) for h, i, t, g, e, _ in parts),
+        )  # fmt: skip
+    formula = Workspace(constants, hidden, weight, chunk_size).logit_gradients
+    return fast_gradients(formula, weight, bias, parts, wanted=wanted)
 
 
 def differentiable_gradients(

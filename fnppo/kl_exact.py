@@ -6,6 +6,7 @@ It has no sampling noise, in value and gradient, and is right for tokens from an
 reference at every step, and two heads instead of one. As in `fnppo.head`, the backward computes each chunk again.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from fnppo.arguments import check_count, check_device, check_type
 from fnppo.checks import check_model_batch
-from fnppo.head import LOGITS_PER_CHUNK, LinearHead, check_head, one_per_target, tempered_log_softmax
-from fnppo.head_gradients import chunks, differentiable_gradients, fast_gradients
-from fnppo.logit_chunks import Constants, Workspace
+from fnppo.head_gradients import differentiable_gradients, fast_gradients
+from fnppo.linear_head import LinearHead, check_head, one_per_target, tempered_log_softmax
+from fnppo.logit_chunks import Constants, Workspace, chunks, targets_per_chunk
 from fnppo.policy import Policy
 from fnppo.transforms import inside_forward_mode, inside_transform
 from fnppo.types import ModelBatch, Params
@@ -95,7 +96,7 @@ def chunked_kl(
         hidden, ref_hidden: hidden states of each target's predictor; their sizes may differ.
         head, ref_head: over one vocabulary.
         temperature: above 0; a number, or one a target. No gradient flows to it.
-        chunk_size: targets per chunk; by default as many as fit `LOGITS_PER_CHUNK` with the logits of both.
+        chunk_size: targets per chunk; by default as many as fit the chunk of `fnppo.logit_chunks` with the logits of both.
 
     Returns, raises: as `exact_kl`.
 
@@ -117,7 +118,7 @@ def chunked_kl(
             "the entries that only one of them has, if they are padding."
         )
     if chunk_size is None:
-        chunk_size = max(1, LOGITS_PER_CHUNK // (2 * vocab))
+        chunk_size = targets_per_chunk(2 * vocab, hidden.dtype, hidden.device)
     check_count("chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size.")
     temperature = one_per_target(temperature, targets, like=hidden)
     ref_hidden, ref_weight = ref_hidden.detach(), ref_head.weight.detach()
@@ -214,8 +215,10 @@ class _Buffers:
         self.reference = Workspace(_constants(ref_head), ref_hidden, ref_head.weight, chunk_size)
 
     def kl(self, hidden: Tensor, ref_hidden: Tensor, temperature: Tensor) -> Tensor:
-        p, distance = self.distance(hidden, ref_hidden, temperature)
-        return p.mul_(distance.masked_fill_(p == 0, 0)).sum(-1)
+        parts = []
+        for p, distance, *_ in self.blocks(hidden, ref_hidden, temperature):
+            parts.append(p.mul_(distance.masked_fill_(p == 0, 0)).sum(-1))
+        return torch.cat(parts)
 
     def gradient(
         self,
@@ -229,17 +232,26 @@ class _Buffers:
         unread: Tensor,
     ) -> Tensor:
         """Gradient of the loss in x, from ∂KL/∂z_v = p_v (log p_v - log q_v - KL)."""
-        p, distance = self.distance(hidden, ref_hidden, temperature)
-        distance.masked_fill_((p == 0) | unread[:, None], 0)
-        distance.sub_(torch.where(unread, 0, kl)[:, None]).mul_(p).mul_(grad_kl[:, None])
-        return self.policy.through_head(distance, temperature)
+        columns = (grad_kl * self.head.scale / temperature, kl, unread)
+        for p, distance, slope, grad, of_block, unread in self.blocks(hidden, ref_hidden, temperature, *columns):
+            distance.masked_fill_((p == 0) | unread[:, None], 0)
+            distance.sub_(torch.where(unread, 0, of_block)[:, None]).mul_(p).mul_(grad[:, None])
+            if slope is not None:
+                distance.mul_(slope)
+        return self.policy.chunk[: hidden.shape[0]]
 
-    def distance(self, hidden: Tensor, ref_hidden: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """(p, log p - log q), both in buffers. The second is anything where p is 0."""
-        p, logp = self.policy.softmax(hidden, self.head.weight, self.head.bias, temperature)
-        return p, logp.sub_(
-            self.reference.log_softmax(ref_hidden, self.ref_head.weight, self.ref_head.bias, temperature)
-        )
+    def blocks(self, hidden: Tensor, ref_hidden: Tensor, temperature: Tensor, *columns: Tensor) -> Iterator[Any]:
+        """(p, log p - log q, cap', *columns) of each block of a chunk, in buffers; the second is anything where p is 0,
+        and stands in the chunk of the policy.
+        """
+        x = self.policy.logits(hidden, self.head.weight, self.head.bias)
+        y = self.reference.logits(ref_hidden, self.ref_head.weight, self.ref_head.bias)
+        size = min(self.policy.block_size, self.reference.block_size)
+        for z, ref_z, temp, *of_block in chunks(size, x, y, temperature, *columns):
+            p, q = self.policy.softmax(z, temp), self.reference.softmax(ref_z, temp)
+            slope = self.policy.slope(p, temp)
+            distance = z.sub_(q.z).sub_((p.total.log() - q.total.log())[:, None])
+            yield self.policy.exp_of_block(z).div_(p.total[:, None]), distance, slope, *of_block
 
 
 def _constants(head: LinearHead) -> Constants:

@@ -1,10 +1,15 @@
 """Log-probability and entropy of the targets of a batch under a policy, with gradients and without."""
 
-from jaxtyping import Float
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fnppo.arguments import check_type
 from fnppo.checks import check_batch, check_model_batch, check_vocabulary
+from fnppo.gradients import checked_loss
 from fnppo.head import chunked_logprobs
 from fnppo.layouts import Layout, forward_rows, packed
 from fnppo.policy import Policy
@@ -19,6 +24,7 @@ def forward_logprobs(
     temperature: float | Float[Tensor, "..."],
     entropy: bool = True,
     chunk_size: int | None = None,
+    loss: Callable[[TokenStats, Targets], tuple[Tensor, Any]] | None = None,
 ) -> TokenStats:
     """Log-prob and entropy of every target under the policy with parameters `params`. Pure and differentiable in `params`.
 
@@ -29,7 +35,12 @@ def forward_logprobs(
         temperature: the sampler's temperature, above 0; a number, or one a target. Logits are divided by it for the
             log-prob and for the entropy alike. No gradient flows to it.
         entropy: False leaves it out and saves its work.
-        chunk_size: targets per chunk; by default as many as fit `LOGITS_PER_CHUNK`. It does not change the result.
+        chunk_size: targets per chunk; by default as many as fit 40 MiB on a CPU and 1 GiB elsewhere
+            (`fnppo.logit_chunks`). It does not change the result.
+        loss: the function that the result will be given to, such as `partial(ppo_loss, clip_high=0.28)`. A hint, which
+            changes no number: where its terms are of one target each, the head makes its gradients in the forward and
+            saves a quarter of its products (see `fnppo.one_pass`). It is called once a chunk, with the targets of the
+            chunk, and must be pure. For losses of whole rows, such as GSPO's, leave it out.
 
     Returns:
         `TokenStats`, [targets] each, in float32, or float64 for a float64 model.
@@ -48,11 +59,16 @@ def forward_logprobs(
     """
     check_type("policy", policy, Policy, "Use what functional_policy(module) returned.")
     check_type("params", params, dict, "Use what functional_policy(module) returned.")
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"loss is a {type(loss).__name__}; a function is needed: (stats, targets) -> (loss, metrics). Pass it uncalled."
+        )
     check_model_batch(batch, vocab_size=policy.vocab_size)  # before the device has work that would be waited for
     hidden = policy.hidden_states(params, batch.inputs).index_select(0, batch.targets.predictors)
     return logprobs_of_hidden(
-        hidden, params, batch.targets, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
-    )
+        hidden, params, batch.targets,
+        policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size, loss=loss,
+    )  # fmt: skip
 
 
 def logprobs_of_hidden(
@@ -64,8 +80,14 @@ def logprobs_of_hidden(
     temperature: float | Float[Tensor, "..."],
     entropy: bool,
     chunk_size: int | None,
+    loss: Callable[[TokenStats, Targets], tuple[Tensor, Any]] | None = None,
 ) -> TokenStats:
     """`forward_logprobs` from the hidden states of the targets' predictors on."""
+
+    def of_chunk(stats: TokenStats, places: Int[Tensor, " chunk"]) -> Float[Tensor, ""]:
+        assert loss is not None
+        return checked_loss(loss(stats, optree.tree_map(lambda column: column[places], targets)))[0]  # type: ignore[arg-type]
+
     return chunked_logprobs(
         hidden,
         targets.token_ids,
@@ -73,6 +95,7 @@ def logprobs_of_hidden(
         temperature=temperature,
         entropy=entropy,
         chunk_size=chunk_size,
+        loss=None if loss is None else of_chunk,
     )
 
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from fnppo.arguments import check_count, check_type
 from fnppo.checks import check_batch, check_vocabulary
-from fnppo.head import LOGITS_PER_CHUNK, one_per_target, tempered_log_softmax
-from fnppo.head_gradients import chunks
 from fnppo.layouts import Layout, forward_rows, packed
+from fnppo.linear_head import one_per_target, tempered_log_softmax
+from fnppo.logit_chunks import chunks, targets_per_chunk
 from fnppo.policy import Policy
 from fnppo.types import ModelBatch, PaddedBatch, Params
 
@@ -47,12 +47,12 @@ def compute_sum_squared_probs(
     check_type("params", params, dict, "Use what functional_policy(module) returned.")
     batch = check_batch(batch)
     check_vocabulary(batch, policy.vocab_size, policy.max_positions)
+    head = policy.head.bind(params)
     if chunk_size is None:
-        chunk_size = max(1, LOGITS_PER_CHUNK // policy.vocab_size)
+        chunk_size = targets_per_chunk(policy.vocab_size, head.weight.dtype, head.weight.device)
     size = check_count(
         "chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size."
     )
-    head = policy.head.bind(params)
 
     def forward(micro_batch: ModelBatch) -> Tensor:
         hidden = policy.hidden_states(params, micro_batch.inputs).index_select(0, micro_batch.targets.predictors)

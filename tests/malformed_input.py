@@ -944,6 +944,7 @@ def test_other_kinds():
     for wrong in (None, tiny("llama"), (policy, params)):
         refused(lambda: forward(laid, policy=wrong), "policy", type(wrong).__name__, "functional_policy")
         refused(lambda: compute(batch, policy=wrong), "policy", type(wrong).__name__, "functional_policy")
+    refused(lambda: forward(laid, loss=0.5), "loss", "float", "(stats, targets)")
     for wrong in (None, "packed", fnppo.pack_sequences):
         for run in (compute, update):
             refused(lambda: run(batch, layout=wrong), "layout", type(wrong).__name__, "fnppo.packed")
