@@ -2,6 +2,7 @@
 # make nightly the core properties with 10,000 examples each, a line for each as it ends
 # make docs    the pages of docs/ as a site in build/docs
 # make parity  losses, KL estimators and advantages beside those of verl and TRL; needs the package registry
+# make bench   log-probs and updates beside verl, TRL and a plain loop; needs the package registry
 # make demo    the main job: a pretrained model learns arithmetic; options: make demo ARGS="--steps 4" MODEL=...
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +12,7 @@ MODEL  ?= smollm2
 PEERS  ?= verl-0.7.0 verl-0.8.0 verl-0.9.1 trl-1.16.0
 MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
-.PHONY: test demo check docs format nightly mutation mutation-sample parity clean
+.PHONY: test demo check docs format nightly mutation mutation-sample parity bench clean
 
 test: $(VENV)/.dev check
 	$(BIN)/pytest -n auto
@@ -43,6 +44,10 @@ mutation-sample: $(VENV)/.mutation
 # docs/pages/parity.md, and fails where a difference is new or one of the page is gone. ARGS="--only gspo" prints lines.
 parity: $(VENV)/.dev $(PEERS:%=build/parity/%/.ready)
 	$(BIN)/python benchmarks/parity/run.py --peers $(PEERS) $(ARGS)
+
+# Writes docs/pages/benchmark.md; 25 minutes on two quiet cores. ARGS="--only fnppo plain --rounds 1" prints some of it.
+bench: $(VENV)/.dev build/parity/verl-0.7.0/.ready build/parity/trl-1.16.0/.ready
+	$(BIN)/python benchmarks/peers/run.py --json build/bench.json $(ARGS)
 
 # The wheel as it is, with what is imported of its dependencies; behind them the project's own environment, for torch.
 build/parity/%/.ready: benchmarks/parity/requirements/%.txt | $(VENV)/.dev
