@@ -1,11 +1,15 @@
-"""The command line: `fnppo verify` and `fnppo demo`."""
+"""The command line: `fnppo verify`, `fnppo plan` and `fnppo demo`."""
 
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
-COMMANDS = {"verify": ("fnppo.verify.command", "cli"), "demo": ("fnppo.demo.run", "demo")}
+COMMANDS = {
+    "verify": ("fnppo.verify.command", "cli"),
+    "plan": ("fnppo.plan.command", "cli"),
+    "demo": ("fnppo.demo.run", "demo"),
+}
 """Name of the command and of its function: (module, extra that it needs)."""
 
 

@@ -119,7 +119,7 @@ def _skeleton(module: Any, *, packed: bool) -> nn.Module:
             f"{type(module).__name__} does not take its attention from transformers' attention interface, so sequences "
             "cannot be kept apart in it."
         )
-    _refuse_what_cannot_be_packed(module)
+    refuse_what_cannot_be_packed(module)
     return skeleton
 
 
@@ -150,7 +150,7 @@ def _refuse_what_no_layout_reads(module: Any) -> None:
         )
 
 
-def _refuse_what_cannot_be_packed(module: Any) -> None:
+def refuse_what_cannot_be_packed(module: Any) -> None:
     """What mixes packed sequences only from some length on, so that short probes cannot see it."""
     name = type(module).__name__
     # A pattern that chooses among many tokens chooses all of a few.

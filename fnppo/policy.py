@@ -48,7 +48,7 @@ class Policy:
             )
         check_inputs(inputs, vocab_size=self.num_embeddings, max_positions=self.max_positions)
         arguments = {"use_cache": False} | (self._own if self.padded_only else self._ours)(inputs)
-        backbone = _backbone(self.skeleton)
+        backbone = backbone_of(self.skeleton)
         _check_params(self.skeleton, params, inputs)
         # A tied weight has one name in params, which may be that of the head.
         names = {id(parameter): name for name, parameter in self.skeleton.named_parameters()}
@@ -191,7 +191,7 @@ def _attend(
     return backend(*tensors, segments if chunk is None else chunks(chunk), **asked)
 
 
-def _backbone(module: Any) -> nn.Module:
+def backbone_of(module: Any) -> nn.Module:
     """The model below the head."""
     for name in (module.base_model_prefix, "model"):  # the prefix of a text model may be that of its multimodal parent
         backbone = getattr(module, name, None)
