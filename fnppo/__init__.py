@@ -3,8 +3,8 @@
 The files, in the order in which data flows through them: `types`, `checks`, `rows`, `packing`, `weights`, `batching`,
 `layouts`; `segments`, `attention`, `attention_interface`, `remat`, `functional`, `policy`; `head`, `logprobs`, `squared_probs`; `kl`,
 `kl_exact`, `surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`.
-Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`
-and `verify`.
+Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`,
+`verify` and `plan`.
 
 Rules of which there are many have a name space each: `fnppo.surrogates`, `fnppo.advantages`, `fnppo.corrections`.
 """

@@ -156,7 +156,7 @@ def test_the_head(dtype, softcap):
         torch.autograd.grad((stats.logprobs + stats.entropy).sum(), (states, weight))
     layer = BY_HAND.layers[0]
     shape = BY_HAND._replace(
-        dtype=dtype, vocabulary=vocab, hidden=hidden, softcap=softcap is not None, layers=(layer._replace(count=0),)
+        dtype=dtype, vocabulary=vocab, hidden=hidden, softcap=softcap is not None, layers=(layer._replace(times=0),)
     )
     assert_close(memory_of(shape, Layout(), tokens=targets).head, live.peak)
 
@@ -202,15 +202,19 @@ def test_live_bytes():
     assert live.now == 0
 
 
+SIXTEEN = {"moe_intermediate_size": 16}  # grouped products want rows of 16 bytes
+EXPERTS = {"qwen3_moe": SIXTEEN, "deepseek_v3": SIXTEEN}
+
+
 @pytest.mark.parametrize(
     "architecture", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi", "smollm3", "cohere"]
 )
 def test_any_architecture_is_counted_and_is_linear(architecture):
     """A token's share does not depend on the number of tokens; layers of all kinds are there, each as often as it is."""
-    module = tiny_causal_lm(architecture)
+    module = tiny_causal_lm(architecture, **EXPERTS.get(architecture, {}))
     few, many = (shape_of(module, tokens=tokens) for tokens in (512, 2048))
     assert few.parameters == sum(parameter.numel() for parameter in module.parameters())
-    assert sum(layer.count for layer in few.layers) == module.config.num_hidden_layers
+    assert sum(layer.times for layer in few.layers) == module.config.num_hidden_layers
     assert few.outside > 0
     for a, b in zip(few.layers, many.layers, strict=True):
         assert a[:3] == b[:3]
@@ -231,9 +235,11 @@ def test_the_module_is_not_changed():
 
 def test_kinds_of_layers():
     """Dense and expert layers apart; layers that differ in their place alone are of one kind."""
-    assert [layer.count for layer in shape_of(empty_model("qwen2.5-0.5b")).layers] == [24]
-    dense, experts = shape_of(tiny_causal_lm("deepseek_v3", num_hidden_layers=4, mlp_layer_types=None)).layers
-    assert (dense.count, experts.count) == (1, 3)
+    assert [layer.times for layer in shape_of(empty_model("qwen2.5-0.5b")).layers] == [24]
+    dense, experts = shape_of(
+        tiny_causal_lm("deepseek_v3", num_hidden_layers=4, mlp_layer_types=["dense"] + ["sparse"] * 3, **SIXTEEN)
+    ).layers
+    assert (dense.times, experts.times) == (1, 3)
     assert experts.parameters > dense.parameters
 
 
@@ -358,8 +364,8 @@ def test_arithmetic_by_hand():
 
 
 def test_arithmetic_of_experts_counts_those_that_are_used():
-    layer = shape_of(tiny_causal_lm("qwen3_moe", num_experts=4, num_experts_per_tok=2)).layers[0]
-    more = shape_of(tiny_causal_lm("qwen3_moe", num_experts=8, num_experts_per_tok=2)).layers[0]
+    layer = shape_of(tiny_causal_lm("qwen3_moe", num_local_experts=4, **SIXTEEN)).layers[0]
+    more = shape_of(tiny_causal_lm("qwen3_moe", num_local_experts=8, **SIXTEEN)).layers[0]
     assert more.parameters > 1.3 * layer.parameters
     assert more.flops == layer.flops + 2 * 16 * 4  # the router alone has more to do
 
@@ -381,7 +387,7 @@ def shapes(draw):
     vocabulary, hidden, tied = draw(st.integers(1, 200_000)), draw(st.integers(1, 8192)), draw(st.booleans())
     outside = vocabulary * hidden * (1 if tied else 2) + hidden
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    total = outside + sum(layer.count * layer.parameters for layer in kinds)
+    total = outside + sum(layer.times * layer.parameters for layer in kinds)
     return Shape("drawn", dtype, total, kinds, draw(st.floats(0, 1e5)), vocabulary, hidden, tied, draw(st.booleans()))
 
 
@@ -425,11 +431,18 @@ def test_laws_of_traffic(shape, layout, tokens, updates):
     assert more.gather_forward == traffic.gather_forward
 
 
-@given(shape=shapes(), gpus=st.integers(1, 16), tokens=st.integers(1, 50_000), gib=st.integers(1, 200))
-def test_laws_of_a_plan(shape, gpus, tokens, gib):
+@given(
+    shape=shapes(),
+    gpus=st.integers(1, 16),
+    tokens=st.integers(1, 50_000),
+    gib=st.integers(1, 200),
+    offload=st.booleans(),
+)
+def test_laws_of_a_plan(shape, gpus, tokens, gib, offload):
     """The recommended layout fits and none that fits sends less; what is said to fit does, and one more does not."""
     budget = gib << 30
-    plan = plan_update(shape, gpus=gpus, budget=budget, tokens=tokens)
+    plan = plan_update(shape, gpus=gpus, budget=budget, tokens=tokens, offload=offload)
+    assert offload or not any(row.layout.offload for row in plan.rows)
     assert {row.layout.gpus for row in plan.rows} == {gpus}
     fitting = [row for row in plan.rows if row.memory.peak <= budget]
     assert (plan.recommended is not None) == bool(fitting) == (plan.fewest_gpus == gpus)
@@ -442,7 +455,7 @@ def test_laws_of_a_plan(shape, gpus, tokens, gib):
     most = plan.most_tokens
 
     def fits(number):
-        layouts = layouts_of(shape, gpus)
+        layouts = layouts_of(shape, gpus, offload=offload)
         return any(memory_of(shape, layout, tokens=number).peak <= budget for layout in layouts)
 
     assert most == 0 or fits(most)
@@ -490,10 +503,12 @@ def test_the_command(tmp_path):
     words = command("qwen2.5-7b")
     assert "RECOMMENDED" in words.stdout
     assert "8 x 1 *" in words.stdout
+    assert "offload" not in words.stdout
+    assert "offload" in command("llama-3.1-70b", "--offload").stdout
     tiny_causal_lm("llama").config.save_pretrained(tmp_path)
     assert command(tmp_path, "--gpus", 1, "--memory", 5, "--tokens", 100).exit_code == 0
     for arguments, words in (
-        (["llama-3.1-70b", "--gpus", 2, "--memory", 24], "GPUs would be enough"),
+        (["llama-3.1-70b", "--gpus", 8], "32 GPUs would be enough"),
         (["qwen2.5-7b", "--gpus", 1, "--memory", 5], "NOTHING FITS"),
     ):
         found = command(*arguments)
@@ -501,7 +516,7 @@ def test_the_command(tmp_path):
         assert words in " ".join(found.stdout.split())
     for arguments, words in (
         (["qwem2.5-7b"], "Did you mean qwen2.5-7b"),
-        (["qwen2.5-7b", "--memory", 3], "budget is -"),
+        (["qwen2.5-7b", "--memory", 3], "Give more, or lower --reserve"),
     ):
         found = command(*arguments)
         assert found.exit_code == 1

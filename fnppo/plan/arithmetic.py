@@ -28,9 +28,11 @@ def flops_per_token(shape: Shape, *, remat: bool) -> Flops:
     >>> round(matrices / (6 * (shape.parameters - embedding) + 2 * embedding), 2)
     1.0
     """
-    layers = sum(layer.count * layer.flops for layer in shape.layers)
+    layers = sum(layer.times * layer.flops for layer in shape.layers)
     pairs = sum(
-        layer.count * heads.queries * (heads.dim + heads.value_dim) for layer in shape.layers for heads in layer.attention
+        layer.times * heads.queries * (heads.dim + heads.value_dim)
+        for layer in shape.layers
+        for heads in layer.attention
     )
     head = 2 * shape.vocabulary * shape.hidden
     # A query sees half of its row, two operations a product. The backward of a fused kernel is five products to two.

@@ -8,14 +8,21 @@ import torch
 import typer
 from rich.console import Console
 
+from fnppo.plan.count import shape_of
 from fnppo.plan.models import SHAPES, empty_model
 from fnppo.plan.report import GIB, as_json, as_table, as_text
 from fnppo.plan.search import plan_update
-from fnppo.plan.shape import shape_of
+
+
+class Master(enum.StrEnum):
+    """What `--master` takes: not float16, in which AdamW's eps is 0."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 class Precision(enum.StrEnum):
-    """What `--dtype` and `--master` take."""
+    """What `--dtype` takes."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -39,17 +46,22 @@ def plan(
         float, typer.Option(min=0, help="GiB left free for the CUDA context, NCCL and gaps between blocks.")
     ] = 4,
     dtype: Annotated[Precision, typer.Option(help="In which the layers compute.")] = Precision.bfloat16,
-    master: Annotated[Precision, typer.Option(help="Of parameters and AdamW's moments.")] = Precision.float32,
+    master: Annotated[Master, typer.Option(help="Of parameters and AdamW's moments.")] = Master.float32,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Look at layouts with parameters, gradients and moments on the host too.")
+    ] = False,
     as_data: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, in bytes.")] = False,
 ) -> None:
     """Which layouts of an update fit into the memory of the GPUs, and which of them sends least.
 
-    A layout is: FSDP groups x Ulysses GPUs in each, layers computed again in the backward or not (remat), state on the GPU
-    or on the host (offload). Nothing is downloaded but the configuration, and nothing is computed.
+    A layout is: FSDP groups x Ulysses GPUs in each, layers computed again in the backward or not (remat), and with
+    --offload parameters, gradients and moments on the host. Nothing is downloaded but the configuration.
 
     Exit status 0: something fits, and one is recommended. 1: nothing does, and the last line says how many tokens or GPUs
     would.
     """
+    if memory <= reserve:
+        raise ValueError(f"memory is {memory:g} GiB, of which {reserve:g} are reserved. Give more, or lower --reserve.")
     out = Console(soft_wrap=False)
     with Console(stderr=True).status(f"counting {model}"):
         shape = shape_of(empty_model(model), dtype=getattr(torch, dtype))
@@ -60,6 +72,7 @@ def plan(
             tokens=tokens,
             update_tokens=update_tokens,
             master=getattr(torch, master),
+            offload=offload,
         )
     if as_data:
         typer.echo(json.dumps(as_json(found), indent=2))

@@ -4,7 +4,6 @@ import math
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +16,7 @@ class LiveBytes(TorchDispatchMode):
     `flops` counts the arithmetic of matrix products, as the shapes have it. Only shapes are looked at, so tensors without
     data (`FakeTensorMode`) count as well as any.
 
+    >>> import torch
     >>> with LiveBytes() as live:
     ...     x = torch.zeros(1000)
     ...     y = (x + 1) * 2  # while y is made, x + 1 is alive

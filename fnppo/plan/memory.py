@@ -137,10 +137,10 @@ def _activations(shape: Shape, layout: Layout, tokens: int) -> tuple[int, int]:
         return 2 * widest * compute if ulysses > 1 else 0
 
     if layout.remat:
-        kept = sum(layer.count * layer.input for layer in shape.layers)
+        kept = sum(layer.times * layer.input for layer in shape.layers)
         work = max(layer.inner + repeated(layer) + layer.work + exchanged(layer) for layer in shape.layers)
     else:
-        kept = sum(layer.count * (layer.held + repeated(layer)) for layer in shape.layers)
+        kept = sum(layer.times * (layer.held + repeated(layer)) for layer in shape.layers)
         work = max(layer.work + exchanged(layer) for layer in shape.layers)
     return math.ceil(tokens * (kept + shape.rest)), math.ceil(tokens * work)
 

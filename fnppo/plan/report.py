@@ -14,13 +14,14 @@ def as_table(plan: Plan) -> Table:
     """For a terminal: GiB on one GPU."""
     shape = plan.shape
     table = Table(
-        title=f"{shape.name} · {size(shape.parameters)} parameters, {name(plan.master)} · layers in {name(shape.dtype)} · "
-        f"{plan.gpus} GPUs · {plan.tokens:,} tokens a micro-batch",
+        title=f"{shape.name}, {size(shape.parameters)} · {name(plan.master)}, layers in {name(shape.dtype)} · "
+        f"{plan.gpus} GPU{'s' * (plan.gpus > 1)} · {plan.tokens:,} tokens",
         title_justify="left",
-        caption="GiB on one GPU; sent: GiB that one GPU sends in an update",
+        caption=f"GiB on one GPU, of which {plan.budget / GIB:g} are for the update; sent: what one GPU sends in an update",
         caption_justify="left",
     )
-    for heading in ("fsdp x ulysses", "remat", "offload"):
+    offload = any(row.layout.offload for row in plan.rows)
+    for heading in ("fsdp x ulysses", "remat", *["offload"] * offload):
         table.add_column(heading)
     for heading in ("state", "gathered", "activations", "peak", "left", "sent"):
         table.add_column(heading, justify="right")
@@ -31,7 +32,7 @@ def as_table(plan: Plan) -> Table:
         table.add_row(
             f"{layout.fsdp} x {layout.ulysses}" + (" *" if best else ""),
             "yes" if layout.remat else "no",
-            "yes" if layout.offload else "no",
+            *["yes" if layout.offload else "no"] * offload,
             *(gib(n) for n in (memory.params + memory.grads + memory.moments, memory.gathered, memory.activations)),
             gib(memory.peak),
             gib(row.left) if row.fits else f"[red]{gib(row.left)}[/]",
@@ -47,10 +48,17 @@ def as_text(plan: Plan) -> list[str]:
     lines = [f"not counted: {note}" for note in plan.shape.notes]
     row = plan.recommended
     if row is None:
-        lines.append(f"NOTHING FITS: {plan.tokens:,} tokens on {plan.gpus} GPUs. " + " ".join(_advice(plan)))
+        lines.append(
+            f"NOTHING FITS: {plan.tokens:,} tokens a micro-batch, GPUs: {plan.gpus}. " + " ".join(_advice(plan))
+        )
         return lines
     layout, sent = row.layout, row.traffic
-    words = [f"fsdp {layout.fsdp}", f"ulysses {layout.ulysses}", *["remat"] * layout.remat, *["offload"] * layout.offload]
+    words = [
+        f"fsdp {layout.fsdp}",
+        f"ulysses {layout.ulysses}",
+        *["remat"] * layout.remat,
+        *["offload"] * layout.offload,
+    ]
     lines += [
         f"RECOMMENDED *: {', '.join(words)}: peak {gib(row.memory.peak)} GiB, {gib(row.left)} left. It sends the least of "
         f"those that fit. The largest micro-batch that fits in any layout has {plan.most_tokens:,} tokens.",

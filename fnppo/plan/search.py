@@ -61,6 +61,7 @@ def plan_update(
     tokens: int,
     update_tokens: int | None = None,
     master: torch.dtype = torch.float32,
+    offload: bool = False,
 ) -> Plan:
     """Every layout of `gpus` GPUs, and the one that fits into `budget` bytes and sends the fewest.
 
@@ -70,6 +71,7 @@ def plan_update(
         tokens: of a micro-batch.
         update_tokens: of a mini-batch, on all GPUs; by default one micro-batch for each.
         master: dtype of parameters and moments.
+        offload: whether to look at layouts with parameters, gradients and moments on the host too.
 
     Raises:
         ValueError: a number is not above 0.
@@ -88,7 +90,7 @@ def plan_update(
     def fits(layout: Layout, tokens: int) -> bool:
         return memory_of(shape, layout, tokens=tokens, master=master).peak <= budget
 
-    layouts = layouts_of(shape, gpus)
+    layouts = layouts_of(shape, gpus, offload=offload)
     rows = tuple(
         Row(
             layout,
@@ -104,11 +106,11 @@ def plan_update(
         shape, gpus, budget, tokens, update_tokens, master, rows,
         recommended=min((row for row in rows if row.fits), key=_cost, default=None),
         most_tokens=max(_most(partial(fits, layout)) for layout in layouts),
-        fewest_gpus=next((n for n in more if any(fits(layout, tokens) for layout in layouts_of(shape, n))), None),
+        fewest_gpus=next((n for n in more if any(fits(layout, tokens) for layout in layouts_of(shape, n, offload=offload))), None),
     )  # fmt: skip
 
 
-def layouts_of(shape: Shape, gpus: int) -> list[Layout]:
+def layouts_of(shape: Shape, gpus: int, *, offload: bool = False) -> list[Layout]:
     """Every way to use the GPUs: Ulysses groups divide them and all heads, and share or copy keys evenly.
 
     >>> from fnppo.plan import empty_model, shape_of
@@ -120,14 +122,12 @@ def layouts_of(shape: Shape, gpus: int) -> list[Layout]:
     def possible(size: int) -> bool:
         if size == 1:
             return True
-        return bool(heads) and all(
-            h.queries % size == 0 and (h.keys % size == 0 or size % h.keys == 0) for h in heads
-        )
+        return bool(heads) and all(h.queries % size == 0 and (h.keys % size == 0 or size % h.keys == 0) for h in heads)
 
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0 and possible(size)]
     return [
-        Layout(gpus // size, size, remat, offload)
-        for offload in (False, True)
+        Layout(gpus // size, size, remat, away)
+        for away in ((False, True) if offload else (False,))
         for size in sizes
         for remat in (False, True)
     ]

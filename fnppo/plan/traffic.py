@@ -54,7 +54,7 @@ def traffic_of(
     compute, wide = shape.dtype.itemsize, precise(master).itemsize
     others = (layout.gpus - 1) / layout.gpus
     in_layers = shape.parameters - shape.outside
-    per_token = sum(layer.count * _attention(layer, layout.ulysses) for layer in shape.layers) * compute
+    per_token = sum(layer.times * _attention(layer, layout.ulysses) for layer in shape.layers) * compute
     passes = 3 if layout.remat else 2
     local = math.ceil(tokens / layout.ulysses)
     shard = math.ceil(shape.parameters / layout.gpus)
