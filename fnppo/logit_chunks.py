@@ -33,9 +33,16 @@ def targets_per_chunk(vocab: int, dtype: torch.dtype, device: torch.device, *, b
     >>> targets_per_chunk(150_000, torch.bfloat16, torch.device("cpu"), budget=10_000_000)
     16
     """
-    if budget is None:
-        budget = (ON_CPU if device.type == "cpu" else ON_GPU).chunk
-    return max(1, budget // (vocab * precise(dtype).itemsize))
+    return max(1, (budget or _budget(device).chunk) // (vocab * precise(dtype).itemsize))
+
+
+def targets_per_block(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The same for a block."""
+    return max(1, _budget(device).block // (vocab * precise(dtype).itemsize))
+
+
+def _budget(device: torch.device) -> Budget:
+    return ON_CPU if device.type == "cpu" else ON_GPU
 
 
 def chunks(size: int, *columns: Tensor) -> list[tuple[Tensor, ...]]:
@@ -78,8 +85,7 @@ class Workspace:
     def __init__(self, constants: Constants, hidden: Tensor, weight: Tensor, chunk_size: int) -> None:
         self.constants = constants
         rows, dtype, vocab = min(chunk_size, hidden.shape[0]), precise(hidden.dtype), weight.shape[0]
-        budget = ON_CPU if hidden.device.type == "cpu" else ON_GPU
-        self.block_size = max(1, budget.block // (vocab * dtype.itemsize))
+        self.block_size = targets_per_block(vocab, dtype, hidden.device)
         self.chunk = torch.empty(rows, vocab, dtype=dtype, device=hidden.device)
         self.block = [self.chunk.new_empty(min(rows, self.block_size), vocab) for _ in range(2)]
 

@@ -81,7 +81,7 @@ class Update:
             return sdpa_attention(query, key, value, segments, **options)
 
         self.shape = shape_of(module, dtype=dtype, tokens=self.tokens, attention=attention)
-        self.memory = memory_of(self.shape, self.layout, tokens=self.tokens, targets=self.targets)
+        self.memory = memory_of(self.shape, self.layout, tokens=self.tokens, targets=self.targets, device="cpu")
 
     def loss(self, params, batch):
         if self.dtype != torch.float32:
@@ -139,7 +139,7 @@ def test_the_cases_are_most_in_different_places():
     places = set()
     for _, vocab, length, dtype in CASES[:3]:
         shape = shape_of(empty_module(config("llama", vocab)), dtype=dtype)
-        stages = memory_of(shape, Layout(), tokens=2 * (length + 4)).stages
+        stages = memory_of(shape, Layout(), tokens=2 * (length + 4), device="cpu").stages
         places.add(max(stages, key=stages.__getitem__))
     assert places == {"head", "layers", "optimizer"}
 
@@ -158,7 +158,7 @@ def test_the_head(dtype, softcap):
     shape = BY_HAND._replace(
         dtype=dtype, vocabulary=vocab, hidden=hidden, softcap=softcap is not None, layers=(layer._replace(times=0),)
     )
-    assert_close(memory_of(shape, Layout(), tokens=targets).head, live.peak)
+    assert_close(memory_of(shape, Layout(), tokens=targets, device="cpu").head, live.peak)
 
 
 def test_the_count_is_the_allocators():
@@ -305,8 +305,8 @@ def test_memory_by_hand():
     assert memory.activations == 32 * (3 * 200 + 10) + 32 * 10 * 2
     # the backward of a layer; queries as they are sent and arrive; gradients in bfloat16 and float32; the head's
     assert memory.layer == 32 * (50 + 2 * 20 * 2) + 300 * (2 + 4) + 20 * 10 * 2
-    # two buffers in float32, a copy in bfloat16; the weight's gradient in both; hidden states' twice
-    assert memory.head == 32 * 20 * (2 * 4 + 2) + 200 * (4 + 2) + 2 * 32 * 10 * 2
+    # a chunk and two blocks in float32, a copy in bfloat16; the weight's gradient in both; hidden states' twice
+    assert memory.head == 32 * 20 * (3 * 4 + 2) + 200 * (4 + 2) + 2 * 32 * 10 * 2
     assert memory.ends == 500 * (2 + 4)
     assert memory.updates == 4 * 350
     again = memory_of(BY_HAND, Layout(2, 2, remat=True), tokens=64)

@@ -158,7 +158,7 @@ def measure(name: str, names: list[str], options: argparse.Namespace) -> dict[st
                     memory[side.name] = {"peak": answer["peak"], "before": answer["before"]}
                     print(f"{name} {work}, round {number + 1}: {side.name} {answer['seconds']:.2f} s", flush=True)
             if work == "update":
-                result["profile"] = {side.name: side.ask("profile") for side in sides}
+                result["profile"] = {side.name: side.ask("profile")["kinds"] for side in sides}
             for side in sides:
                 side.end()
             result["work"][work] = {"seconds": rounds, "memory": memory}

@@ -54,7 +54,7 @@ def serve(make: Callable[[dict[str, Any], str], Contender]) -> None:
             contender.update()
             torch.save((logprobs, entropies, contender.gradients()), argument)
         elif work == "profile":
-            answer = profile(contender.update, workload["config"]["vocab_size"])
+            answer["kinds"] = profile(contender.update, workload["config"]["vocab_size"])
         else:
             getattr(contender, work)()
             answer = {"seconds": time.perf_counter() - start}
@@ -68,7 +68,7 @@ def resident(which: str) -> float:
     return int(found[1]) / 1024 if found else float("nan")
 
 
-def profile(run: Callable[[], None], vocab: int) -> dict[str, Any]:
+def profile(run: Callable[[], None], vocab: int) -> dict[str, float]:
     """Seconds by kind of operation."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
         run()

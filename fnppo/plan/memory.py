@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fnppo.head import LOGITS_PER_CHUNK
-from fnppo.logit_chunks import precise
+from fnppo.logit_chunks import precise, targets_per_block, targets_per_chunk
 from fnppo.plan.shape import Layer, Shape
 
 
@@ -86,6 +85,7 @@ def memory_of(
     tokens: int,
     targets: int | None = None,
     master: torch.dtype = torch.float32,
+    device: str = "cuda",
 ) -> Memory:
     """Memory of one GPU.
 
@@ -95,6 +95,7 @@ def memory_of(
         tokens: of a micro-batch; the GPUs of a group share them.
         targets: learned tokens of a micro-batch, all by default.
         master: dtype of parameters and moments.
+        device: its type, on which the size of the head's chunks depends.
 
     >>> from fnppo.plan import empty_model, shape_of
     >>> memory = memory_of(shape_of(empty_model("qwen2.5-0.5b")), Layout(fsdp=8, remat=True), tokens=8192)
@@ -115,7 +116,7 @@ def memory_of(
         gathered=_gathered(shape, layout, master),
         activations=activations + targets * shape.hidden * compute,
         layer=work + _layer_gradients(shape, layout, master) + waiting,
-        head=_head(shape, targets),
+        head=_head(shape, targets, torch.device(device)),
         ends=ends,
         updates=0 if layout.offload else updates,
         host=sum(state) + updates if layout.offload else 0,
@@ -173,10 +174,11 @@ def _ends(shape: Shape, layout: Layout, master: torch.dtype) -> int:
     return made + shape.tied * shape.vocabulary * shape.hidden * compute
 
 
-def _head(shape: Shape, targets: int) -> int:
-    """The backward of `fnppo.head`: buffers of a chunk, the head's gradient, the gradients of the hidden states twice."""
+def _head(shape: Shape, targets: int, device: torch.device) -> int:
+    """The head's backward: a chunk of logits, two blocks of it, the gradients of the head, and twice of hidden states."""
     compute, wide = shape.dtype.itemsize, precise(shape.dtype).itemsize
-    rows = min(max(1, LOGITS_PER_CHUNK // shape.vocabulary), targets)
+    rows = min(targets_per_chunk(shape.vocabulary, shape.dtype, device), targets)
+    of_block = min(targets_per_block(shape.vocabulary, shape.dtype, device), rows)
     narrow = 0 if compute == wide else compute  # a copy of a chunk, and of the gradient, in half precision
-    chunk = rows * shape.vocabulary * ((3 if shape.softcap else 2) * wide + narrow)
+    chunk = shape.vocabulary * (rows * (wide + narrow) + 2 * of_block * wide)
     return chunk + shape.vocabulary * shape.hidden * (wide + narrow) + 2 * targets * shape.hidden * compute
