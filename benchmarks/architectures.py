@@ -31,7 +31,7 @@ VOCAB = 13
 LAYOUTS = {
     "packed": fnppo.pack_sequences,
     "padded": fnppo.pad_sequences,
-    "shared": partial(fnppo.pack_sequences, share_prefixes=True),
+    "shared": partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1),
 }
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference: of log-probs and entropies in nats, of gradients relative. float32 where a model cannot do float64."""

@@ -188,13 +188,12 @@ def flops_of(shape: str, vocab: int, batch: fnppo.PaddedBatch, layout: Layout) -
     hidden, inner, layers, heads, kv_heads = SHAPES[shape]
     dim = hidden // heads
     per_token = layers * (2 * hidden * (heads + kv_heads) * dim + 3 * hidden * inner)
-    lengths = fnppo.lengths(batch)
-    tokens, pairs = sum(lengths), sum(n * (n + 1) / 2 for n in lengths)
+    parts = [(0, length) for length in fnppo.lengths(batch)]
     if layout is shared:
-        for prompt, rows in fnppo.prompt_groups(batch).items():
-            again = len(rows) - 1
-            tokens -= again * len(prompt)
-            pairs -= again * len(prompt) * (len(prompt) + 1) / 2
+        tree = fnppo.prefix_tree(batch)
+        parts = list(zip(tree.starts, tree.stops, strict=True))
+    tokens = sum(stop - start for start, stop in parts)
+    pairs = sum((stop * (stop + 1) - start * (start + 1)) / 2 for start, stop in parts)
     head = int(batch.loss_mask.sum()) * hidden * vocab
     return 3 * 2 * (per_token * tokens + head + layers * 2 * pairs * heads * dim)
 

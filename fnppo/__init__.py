@@ -1,10 +1,11 @@
 """fnppo: the policy update of RL for language models, as pure functions over parameter and optimizer-state pytrees.
 
-The files, in the order in which data flows through them: `types`, `checks`, `rows`, `packing`, `weights`, `batching`,
-`layouts`; `segments`, `attention`, `attention_interface`, `remat`, `functional`, `policy`; `head`, `logprobs`, `squared_probs`; `kl`,
-`kl_exact`, `surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`.
-Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`,
-`verify` and `plan`.
+The files, in the order in which data flows through them: `types`, `checks`, `rows`, `prefixes`, `packing`, `weights`,
+`batching`, `grouping`, `tree_plans`, `layouts`; `segments`, `attention`, `tree_attention`, `attention_interface`, `remat`,
+`functional`, `policy`; `linear_head`, `logit_chunks`, `head`, `one_pass`, `logprobs`, `squared_probs`; `kl`, `kl_exact`,
+`surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`. Before them
+stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`, `verify` and
+`plan`.
 
 Rules of which there are many have a name space each: `fnppo.surrogates`, `fnppo.advantages`, `fnppo.corrections`.
 """
@@ -13,7 +14,7 @@ from fnppo import advantages, corrections, surrogates
 from fnppo.advantages.gae import gae_advantages
 from fnppo.advantages.outcome import grpo_advantages
 from fnppo.attention import choose_attention, flash_attention, math_attention, sdpa_attention, varlen_attention
-from fnppo.batching import plan_microbatches, plan_minibatches, plan_shared_microbatches
+from fnppo.batching import plan_microbatches, plan_minibatches
 from fnppo.critic import Critic, functional_actor_critic, functional_critic
 from fnppo.functional import functional_policy
 from fnppo.gradients import accumulate_gradients, value_and_grad
@@ -38,11 +39,13 @@ from fnppo.optim import (
 from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
 from fnppo.policy import Policy
 from fnppo.precision import cast, dynamic_loss_scale
+from fnppo.prefixes import PrefixTree, prefix_tree
 from fnppo.rows import lengths, padded_batch, prompt_groups, select_rows
 from fnppo.schedules import constant, cosine, linear, warmup_stable_decay
 from fnppo.squared_probs import compute_sum_squared_probs
 from fnppo.surrogates import clipped_surrogate
 from fnppo.train import describe_update, train_step, update_policy
+from fnppo.tree_plans import plan_shared_microbatches
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Params, Targets, TokenStats
 from fnppo.values import (
     compute_values,
@@ -67,6 +70,7 @@ __all__ = [
     "PaddedInputs",
     "Params",
     "Policy",
+    "PrefixTree",
     "Targets",
     "TokenStats",
     "accumulate_gradients",
@@ -124,6 +128,7 @@ __all__ = [
     "plan_minibatches",
     "plan_shared_microbatches",
     "ppo_loss",
+    "prefix_tree",
     "prompt_groups",
     "sdpa_attention",
     "select_rows",

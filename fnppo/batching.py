@@ -1,12 +1,11 @@
 """Rows into mini-batches (one optimizer step each) and micro-batches (one forward each, under a token limit)."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fnppo.arguments import check_count, check_type
-from fnppo.grouping import fewest_groups, group_items, in_order, split_groups
+from fnppo.arguments import check_count
+from fnppo.grouping import group_items
 from fnppo.seeding import check_seed
 
 
@@ -42,76 +41,10 @@ def plan_microbatches(
     """
     lengths, max_tokens = _checked(lengths, max_tokens)
     if lengths:
-        _refuse_over(longest := max(range(len(lengths)), key=lengths.__getitem__), lengths[longest], max_tokens)
-    work = _work_of(hidden_size)
-    _check_min_groups(min_groups)
+        refuse_over(longest := max(range(len(lengths)), key=lengths.__getitem__), lengths[longest], max_tokens)
+    work = work_of(hidden_size)
+    check_min_groups(min_groups)
     return group_items(lengths, [work(n) for n in lengths], limit=max_tokens, min_groups=min_groups)
-
-
-def plan_shared_microbatches(
-    lengths: Sequence[int],
-    groups: Mapping[tuple[int, ...], Sequence[int]],
-    *,
-    max_tokens: int,
-    min_groups: int = 0,
-    hidden_size: int = 2048,
-) -> list[list[int]]:
-    """`plan_microbatches` for a layout in which rows of one prompt share its tokens: a prompt counts once a group.
-
-    Rows of one prompt stay together. Where all of them are over the limit they are split into as few parts as fit, each
-    with the prompt once, and where there are fewer parts than `min_groups`, those with the most work are halved. The parts
-    are then planned as if they were rows.
-
-    Args:
-        lengths: tokens of each row, its prompt included.
-        groups: {prompt: its rows}, as `fnppo.prompt_groups(batch)` finds them. Every row is in one of them.
-        max_tokens: the limit, never exceeded.
-        min_groups, hidden_size: as in `plan_microbatches`.
-
-    Returns, raises: as `plan_microbatches`.
-
-    >>> plan_shared_microbatches([5, 5, 5, 4], {(7, 8, 9, 7): [0, 1, 2], (1, 2, 3): [3]}, max_tokens=7)
-    [[0, 1, 2], [3]]
-    """
-    lengths, max_tokens = _checked(lengths, max_tokens)
-    check_type("groups", groups, dict, "Use prompt_groups(batch).")
-    for row in (row for rows in groups.values() for row in rows):
-        if not 0 <= check_count("a row of groups", row, least=0, remedy="Count from 0.") < len(lengths):
-            raise ValueError(f"groups holds row {row}, lengths has {len(lengths)} rows. Make both from one batch.")
-    times = Counter(row for rows in groups.values() for row in rows)
-    for row in range(len(lengths)):
-        if times[row] != 1:
-            raise ValueError(
-                f"row {row} is {times[row]} times in groups; each is there once. Use prompt_groups(batch)."
-            )
-    for prompt, rows in groups.items():
-        for row in rows:
-            if lengths[row] < len(prompt):
-                raise ValueError(
-                    f"row {row} has {lengths[row]} tokens, fewer than the {len(prompt)} of its prompt. Make lengths and "
-                    "groups from one batch."
-                )
-    work = _work_of(hidden_size)
-    _check_min_groups(min_groups)
-    prompt_of = {row: len(prompt) for prompt, rows in groups.items() for row in rows}
-    own_work = [work(length) - work(prompt_of[row]) for row, length in enumerate(lengths)]
-    parts: list[list[int]] = []
-    for prompt, rows in groups.items():
-        for row in rows:
-            _refuse_over(row, lengths[row], max_tokens)
-        own = [lengths[row] - len(prompt) for row in rows]
-        fewest = fewest_groups(own, limit=max(max_tokens - len(prompt), 1))
-        parts += [[rows[i] for i in part] for part in fewest]
-    parts = split_groups(parts, own_work, max(min_groups, len(parts)))
-    parts = [part for part in parts if part]
-    sizes: list[int] = []
-    works: list[int] = []
-    for part in parts:
-        once = prompt_of[part[0]]
-        sizes.append(once + sum(lengths[row] - once for row in part))
-        works.append(work(once) + sum(own_work[row] for row in part))
-    plan = group_items(sizes, works, limit=max_tokens, min_groups=min_groups)
-    return in_order([row for part in group for row in parts[part]] for group in plan)
 
 
 def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, seed: int = 0) -> list[list[int]]:
@@ -133,11 +66,11 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
     return [order[start : start + mini_batch_size] for order in epochs for start in range(0, rows, mini_batch_size)]
 
 
-def _check_min_groups(min_groups: int) -> None:
+def check_min_groups(min_groups: int) -> None:
     check_count("min_groups", min_groups, least=0, remedy="Leave it out to ask for none.")
 
 
-def _work_of(hidden_size: int) -> Callable[[int], int]:
+def work_of(hidden_size: int) -> Callable[[int], int]:
     """Work of a row by its length, in whole numbers: 12 · hidden_size times that of `plan_microbatches`."""
     per_token = 12 * check_count("hidden_size", hidden_size, least=1, remedy="Use config.hidden_size.")
     return lambda length: length * (per_token + length)
@@ -147,14 +80,18 @@ def _checked(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
     """Whole numbers: a negative length, or a limit that is NaN, would let a group grow over any limit."""
     if not hasattr(lengths, "__len__"):
         raise ValueError(f"lengths is {lengths!r}; one number a row is needed. Use fnppo.lengths(batch).")
-    limit = check_count("max_tokens", max_tokens, least=1, remedy="A micro-batch holds at least 1 token.")
+    limit = checked_limit(max_tokens)
     remedy = "Use fnppo.lengths(batch)."
     if all(type(n) is int and n >= 0 for n in lengths):  # a tenth of the time of what follows
         return list(lengths), limit
     return [check_count(f"the length of row {i}", n, least=0, remedy=remedy) for i, n in enumerate(lengths)], limit
 
 
-def _refuse_over(row: int, length: int, max_tokens: int) -> None:
+def checked_limit(max_tokens: int) -> int:
+    return check_count("max_tokens", max_tokens, least=1, remedy="A micro-batch holds at least 1 token.")
+
+
+def refuse_over(row: int, length: int, max_tokens: int) -> None:
     if length > max_tokens:
         raise ValueError(
             f"row {row} has {length} tokens, max_tokens is {max_tokens}. Raise max_tokens to at least {length}, or "

@@ -1,8 +1,9 @@
 """The three layouts as values: how rows are planned into micro-batches, and how a micro-batch is laid out.
 
-All give the same numbers. `packed` spends nothing on padding; `shared` also computes a prompt once for all responses to
-it, which is much less work where prompts are long and groups are large; `padded` is there to compare with, and for
-models that cannot read packed sequences. The limit of tokens is on real tokens; a padded rectangle may be larger.
+All give the same numbers. `packed` spends nothing on padding; `shared` also computes once what rows have in common at
+their beginning (a prompt, the turns of a dialogue before the last, the trunk of a tree search), which is much less work
+where that is long and many share it; `padded` is there to compare with, and for models that cannot read packed sequences.
+The limit of tokens is on real tokens; a padded rectangle may be larger.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import optree
 import torch
 
 from fnppo.arguments import check_type
-from fnppo.batching import plan_microbatches, plan_shared_microbatches
+from fnppo.batching import plan_microbatches
 from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
-from fnppo.rows import lengths, prompt_groups, select_rows
+from fnppo.prefixes import LEAST_SHARED, prefix_tree
+from fnppo.rows import lengths, select_rows
+from fnppo.tree_plans import plan_shared_microbatches
 from fnppo.types import ModelBatch, PaddedBatch, PyTree
 
 
@@ -31,14 +34,25 @@ def plan_rows(batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
     return plan_microbatches(lengths(batch), max_tokens=max_tokens)
 
 
-def plan_prompts(batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
-    """Rows of one prompt together, its tokens counted once."""
-    return plan_shared_microbatches(lengths(batch), prompt_groups(batch), max_tokens=max_tokens)
+def plan_trees(batch: PaddedBatch, max_tokens: int, *, least_shared: int = LEAST_SHARED) -> list[list[int]]:
+    """Rows that begin alike together, what they have in common counted once."""
+    return plan_shared_microbatches(prefix_tree(batch, least_shared=least_shared), max_tokens=max_tokens)
+
+
+def sharing(*, least_shared: int = LEAST_SHARED) -> Layout:
+    """`shared` with another `least_shared` (see `prefix_tree`), such as 1 to share whatever can be shared.
+
+    >>> from fnppo import padded_batch
+    >>> sharing(least_shared=1).plan(padded_batch([[7], [5], [7]], [[6], [6], [9]]), 3)
+    [[0, 2], [1]]
+    """
+    lay = partial(pack_sequences, share_prefixes=True, least_shared=least_shared)
+    return Layout(partial(plan_trees, least_shared=least_shared), lay)
 
 
 packed = Layout(plan_rows, pack_sequences)
 padded = Layout(plan_rows, pad_sequences)
-shared = Layout(plan_prompts, partial(pack_sequences, share_prefixes=True))
+shared = sharing()
 
 
 def forward_rows(

@@ -8,9 +8,15 @@ Packed, the existing tokens of all rows lie end to end on one axis, so no work i
 
 A target is an existing token with `loss_mask` set; its predictor is the existing token before it in the same row. So
 the last token of one sequence can never be scored against the first of the next.
-"""
 
-import itertools
+With shared prefixes, what rows have in common at their beginning is laid once, as a segment that the others go on from
+(`fnppo.prefixes`), so one position can predict tokens of several rows:
+
+    rows               tree                   packed ids         cu_seqlens    position_ids       parents
+    7 8 5 6                    ┌─ 6           7 8 5 6 9 4 3      0 3 4 6 7     0 1 2 3 3 4 5      -1 0 0 2
+    7 8 5 9 4          7 8 5 ──┤
+    7 8 5 9 4 3                └─ 9 4 ── 3
+"""
 
 import torch
 from einops import rearrange
@@ -20,28 +26,37 @@ from torch import Tensor
 from fnppo.arguments import check_count, check_tensor
 from fnppo.checks import FLOAT_COLUMNS, check_batch, check_targets
 from fnppo.faults import Fault, refuse
-from fnppo.rows import prompt_groups
+from fnppo.prefixes import LEAST_SHARED, tree_of_rows
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
 
 
-def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: int | None = None) -> ModelBatch:
+def pack_sequences(
+    batch: PaddedBatch,
+    *,
+    share_prefixes: bool = False,
+    least_shared: int = LEAST_SHARED,
+    pad_to: int | None = None,
+) -> ModelBatch:
     """Lay the existing tokens of all rows end to end on one axis.
 
     Packing is preparation of data: it runs outside of torch.func transforms.
 
     Args:
         batch: the rollouts; padding may stand anywhere.
-        share_prefixes: rows whose prompts are the same tokens share one copy of the prompt, which is computed once. A
-            prompt is what stands before the first learned token. The numbers stay the same.
+        share_prefixes: rows that begin with the same tokens share one copy of these, which is computed once: a prompt
+            of several responses, the turns of a dialogue that goes on, the trunk of a tree search. Learned tokens are
+            shared as well; each row keeps a target for each of its own. The numbers stay the same.
+        least_shared: rows with fewer tokens in common at their beginning share nothing, see `fnppo.prefixes`.
         pad_to: if given, the axis is filled up to this many tokens, for static shapes. The filler forms segments of
             its own, after the rows, that no target points to. A batch without any token gets one filler token, as a
             model needs one.
 
     Returns:
-        `ModelBatch` with `PackedInputs`. Without shared prefixes, segment i is row i.
+        `ModelBatch` with `PackedInputs`. Where nothing is shared, segment i is row i.
 
     Raises:
-        ValueError: the batch is malformed (see `fnppo.checks`) or has more than `pad_to` tokens.
+        ValueError: the batch is malformed (see `fnppo.checks`) or has more than `pad_to` tokens, or a number is not whole
+            or below 1.
 
     >>> from fnppo import padded_batch
     >>> batch = padded_batch([[5], [7, 8]], [[6], [9]])
@@ -50,9 +65,12 @@ def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: 
     (tensor([5, 6, 7, 8, 9]), tensor([0, 2, 5], dtype=torch.int32))
     >>> targets.token_ids, targets.predictors
     (tensor([6, 9]), tensor([0, 3]))
-    >>> inputs, targets = pack_sequences(padded_batch([[7, 8], [7, 8]], [[6], [9, 5]]), share_prefixes=True)
+    >>> batch = padded_batch([[7, 8], [7, 8]], [[5, 6], [5, 9, 4]])
+    >>> inputs, targets = pack_sequences(batch, share_prefixes=True, least_shared=1)
     >>> inputs.input_ids, inputs.cu_seqlens, inputs.parents
-    (tensor([7, 8, 6, 9, 5]), tensor([0, 2, 3, 5], dtype=torch.int32), tensor([-1,  0,  0]))
+    (tensor([7, 8, 5, 6, 9, 4]), tensor([0, 3, 4, 6], dtype=torch.int32), tensor([-1,  0,  0]))
+    >>> targets.token_ids, targets.predictors
+    (tensor([5, 6, 5, 9, 4]), tensor([1, 2, 1, 2, 4]))
     """
     batch = check_batch(batch)
     if pad_to is not None:
@@ -60,7 +78,7 @@ def pack_sequences(batch: PaddedBatch, *, share_prefixes: bool = False, pad_to: 
     kept = _kept(batch)
     counts, parents = batch.attention_mask.sum(1), None
     order = location = torch.arange(kept.numel(), device=kept.device)
-    if share_prefixes and (shared := _share_prefixes(batch)) is not None:
+    if share_prefixes and (shared := _share_prefixes(batch, kept, least_shared=least_shared)) is not None:
         order, location, counts, parents = shared
     tokens = order.numel()
     length = max(tokens, 1) if pad_to is None else pad_to
@@ -149,42 +167,31 @@ def unpack_targets(
     return rectangle.index_put((targets.rows, targets.columns), values)
 
 
-def _share_prefixes(batch: PaddedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """The packed axis with shared prompts: (order, location, counts, parents), or None if no two rows share one.
+def _share_prefixes(
+    batch: PaddedBatch, kept: Int[Tensor, " kept"], *, least_shared: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """The packed axis with shared prefixes: (order, location, counts, parents), or None if no two rows share one.
 
     order: which existing token stands at each place of the axis. location: at which place each existing token, or the
-    copy that stands for it, is found. counts, parents: of each segment.
+    copy that stands for it, is found. counts, parents: of each segment, which is a stretch of the tree.
     """
-    groups = prompt_groups(batch)
-    if len(groups) == batch.input_ids.shape[0]:
-        return None
-    row_lengths = batch.attention_mask.sum(1).tolist()
-    starts = [0, *itertools.accumulate(row_lengths)]  # of each row, among the existing tokens
-    order: list[int] = []
-    location = [0] * starts[-1]
-    counts, parents = [], []
-
-    def lay(first: int, length: int, parent: int) -> int:
-        location[first : first + length] = range(len(order), len(order) + length)
-        order.extend(range(first, first + length))
-        counts.append(length)
-        parents.append(parent)
-        return len(counts) - 1
-
-    for prompt, rows in groups.items():
-        if len(rows) == 1:
-            lay(starts[rows[0]], row_lengths[rows[0]], -1)
-            continue
-        place = len(order)
-        parent = lay(starts[rows[0]], len(prompt), -1)
-        for row in rows:
-            location[starts[row] : starts[row] + len(prompt)] = range(place, place + len(prompt))
-            lay(starts[row] + len(prompt), row_lengths[row] - len(prompt), parent)
-    device = batch.input_ids.device
-    order_, location_, counts_, parents_ = (
-        torch.tensor(x, dtype=torch.long, device=device) for x in (order, location, counts, parents)
+    row_lengths = batch.attention_mask.sum(1)
+    tree = tree_of_rows(batch.input_ids.flatten()[kept].cpu().split(row_lengths.tolist()), least_shared=least_shared)
+    starts, stops, holders, parents = (
+        torch.tensor(numbers, dtype=torch.long, device=kept.device)
+        for numbers in (tree.starts, tree.stops, tree.rows, tree.parents)
     )
-    return order_, location_, counts_, parents_
+    counts = stops - starts
+    if int(counts.sum()) == kept.numel():
+        return None
+    lines = tree.lines()
+    walk = torch.tensor([stretch for end in tree.ends for stretch in lines[end]], device=kept.device)
+    stretch = walk.repeat_interleave(counts[walk])  # of each existing token
+    place = counts.cumsum(0) - stops  # of a stretch's tokens on the axis, less their position in the row
+    location = place[stretch] + _positions(batch).flatten()[kept]
+    rows = torch.arange(len(row_lengths), device=kept.device).repeat_interleave(row_lengths)
+    order = (holders[stretch] == rows).nonzero()[:, 0]  # the first row that comes to a stretch gives its tokens
+    return order, location, counts, parents if bool((parents >= 0).any()) else None
 
 
 def _kept(batch: PaddedBatch) -> Int[Tensor, " kept"]:

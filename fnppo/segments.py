@@ -1,6 +1,6 @@
 """Which tokens belong together: the segments of a batch, and how to walk them one by one.
 
-Packed, a segment is a row, or a piece of one that goes on from a parent (a shared prompt). Padded, it is a row of the
+Packed, a segment is a row, or a piece of one that goes on from a parent (a shared prefix). Padded, it is a row of the
 rectangle. A query sees keys of its own segment and of those that it continues; a layer whose attention stays within chunks
 of positions sees finer segments (`chunks_of`).
 """
@@ -51,15 +51,18 @@ def segments_of(inputs: PackedInputs | PaddedInputs) -> Segments:
     if inputs.parents is None:
         return Segments(ids, inputs.position_ids[None], PackedSegments(lengths, lengths, None))
 
-    bounds, lines = cu_seqlens.tolist(), list[list[int]]()  # lines[i]: the ancestors of segment i, and i
+    lines = list[list[int]]()  # lines[i]: the ancestors of segment i, and i
     for segment, parent in enumerate(inputs.parents.tolist()):
         lines.append([*(lines[parent] if parent >= 0 else []), segment])
-    gather = [place for line in lines for segment in line for place in range(bounds[segment], bounds[segment + 1])]
     keys = tuple(sum(lengths[segment] for segment in line) for line in lines)
+    walk = torch.tensor([segment for line in lines for segment in line], dtype=torch.long, device=device)
+    pieces = cu_seqlens.diff()[walk]
+    shift = cu_seqlens[:-1][walk] - (pieces.cumsum(0) - pieces)  # from a place of the walk to one of the axis
+    gather = torch.arange(sum(keys), device=device) + shift.repeat_interleave(pieces, output_size=sum(keys))
     ancestors = torch.zeros(len(lines), len(lines), dtype=torch.bool, device="cpu")
     for segment, line in enumerate(lines):
         ancestors[segment, line] = True
-    packed = PackedSegments(lengths, keys, torch.tensor(gather, dtype=torch.long, device=device))
+    packed = PackedSegments(lengths, keys, gather)
     return Segments(ids, inputs.position_ids[None], packed, ancestors.to(device))
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB, tiny
 from torch import tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trees import plan_prompts, tree_of
 
 import fnppo
 from fnppo import advantages, grpo_advantages
@@ -30,6 +31,7 @@ from fnppo.advantages.token_baseline import otb_advantages
 from fnppo.advantages.token_columns import on_every_token, on_last_token
 from fnppo.advantages.whitening import reinforce_plus_plus_advantages, whiten
 from fnppo.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
+from fnppo.prefixes import tree_of_rows
 from fnppo.rollout import generate
 from fnppo.segments import segments_of
 from fnppo.testing import padded_batches
@@ -242,7 +244,7 @@ def update(batch, **options):
 
 SEES_VALUES = {
     "pack_sequences": fnppo.pack_sequences,
-    "shared": partial(fnppo.pack_sequences, share_prefixes=True),
+    "shared": partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1),
     "pad_sequences": fnppo.pad_sequences,
     "token_mean": fnppo.token_mean,
     "token_sum": fnppo.token_sum,
@@ -251,6 +253,7 @@ SEES_VALUES = {
     "constant_norm": partial(fnppo.constant_norm, horizon=3.0),
     "group_token_mean": fnppo.group_token_mean,
     "prompt_groups": fnppo.prompt_groups,
+    "prefix_tree": fnppo.prefix_tree,
     "layout.plan": partial(fnppo.shared.plan, max_tokens=99),
 }
 READS_MODEL = {
@@ -344,7 +347,7 @@ def test_hand_built_targets(padded, data):
 @given(data=st.data())
 def test_hand_built_packed_inputs(data):
     batch = laid_out()[0]
-    share = fnppo.pack_sequences(fnppo.padded_batch([[1, 2]] * 2, [[3], [4, 5]]), share_prefixes=True)
+    share = fnppo.pack_sequences(fnppo.padded_batch([[1, 2]] * 2, [[3], [4, 5]]), share_prefixes=True, least_shared=1)
 
     def with_(base=batch, **columns):
         return base._replace(inputs=base.inputs._replace(**columns))
@@ -462,6 +465,9 @@ def test_sizes_of_an_update():
     everything("max_tokens", partial(compute, batch), NO_COUNT, "whole number")
     everything("chunk_size", partial(compute, batch), [x for x in NO_COUNT if x is not None], "None chooses a size")
     everything("pad_to", partial(fnppo.pack_sequences, batch), [x for x in NO_COUNT if x is not None], "whole number")
+    share = partial(fnppo.pack_sequences, batch, share_prefixes=True)
+    everything("least_shared", share, NO_COUNT, "whole number of at least 1", "1 shares whatever can be shared")
+    everything("least_shared", partial(fnppo.prefix_tree, batch), NO_COUNT, "whole number of at least 1")
     everything("horizon", partial(fnppo.constant_norm, batch), [*NO_NUMBER, 0, -1, INF], "above 0", "response tokens")
     refused(lambda: fnppo.pack_sequences(batch, pad_to=1), "2 tokens", "pad_to is 1", "Raise pad_to")
 
@@ -472,9 +478,9 @@ def test_plans(lengths, data):
     row = data.draw(st.integers(0, len(lengths) - 1))
     bad = data.draw(st.sampled_from([-1, -100, 0.5, NAN, INF, None, "2"]))
     wrong = [*lengths[:row], bad, *lengths[row + 1 :]]
-    groups = {(1,) * min(lengths): list(range(len(lengths)))}
-    for plan in (fnppo.plan_microbatches, partial(fnppo.plan_shared_microbatches, groups=groups)):
-        refused(lambda: plan(wrong, max_tokens=99), f"row {row}", bad, "at least 0")
+    refused(lambda: fnppo.plan_microbatches(wrong, max_tokens=99), f"row {row}", bad, "at least 0")
+    plan_alone = lambda lengths, **options: plan_prompts(lengths, {(): list(range(len(lengths)))}, **options)
+    for plan in (fnppo.plan_microbatches, plan_alone):
         everything("max_tokens", partial(plan, lengths), NO_COUNT, "whole number of at least 1")
         limited = partial(plan, lengths, max_tokens=99)
         everything("min_groups", limited, [-1, 0.5, NAN, INF, None, "2"], "whole number of at least 0")
@@ -484,21 +490,21 @@ def test_plans(lengths, data):
             first = lengths.index(longest)
             refused(
                 lambda: plan(lengths, max_tokens=longest - 1),
-                f"row {first}" if plan is fnppo.plan_microbatches else "row",
+                f"row {first}",
                 longest,
                 longest - 1,
                 "Raise max_tokens",
             )
-    shared = partial(fnppo.plan_shared_microbatches, lengths, max_tokens=99)
-    rows = list(range(len(lengths)))
+    put = lambda column, value: [*column[:row], value, *column[row + 1 :]]
+    tree = tree_of([[row, *range(length)] for row, length in enumerate(lengths)])
     for wrong, named in (
-        ({(): rows[1:]}, ("row 0 is 0 times",)),
-        ({(): [*rows, row]}, (f"row {row} is 2 times",)),
-        ({(): [*rows, len(rows)]}, (f"row {len(rows)}", f"{len(rows)} rows")),
-        ({(1,) * 10: rows}, ("row 0", lengths[0], "10")),
-        ({(): [-1]}, ("-1", "Count from 0")),
+        (tree._replace(parents=put(tree.parents, row)), (f"stretch {row}", f"after stretch {row}")),
+        (tree._replace(starts=put(tree.starts, 1)), (f"stretch {row}", "between 1 and", "prefix_tree(batch)")),
+        (tree._replace(stops=put(tree.stops, -1)), (f"stretch {row}", "between 0 and -1")),
+        (tree._replace(ends=put(tree.ends, len(lengths))), (f"row {row}", f"stretch {len(lengths)}")),
+        (tree._replace(ends=put(tree.ends, -1)), (f"row {row}", "stretch -1")),
     ):
-        refused(lambda: shared(wrong), *named)
+        refused(lambda: fnppo.plan_shared_microbatches(wrong, max_tokens=99), *named)
     everything("mini_batch_size", partial(fnppo.plan_minibatches, 3), NO_COUNT, "at least 1")
     everything("rows", partial(fnppo.plan_minibatches, mini_batch_size=1), [-1, 0.5, NAN, None], "at least 0")
 
@@ -966,7 +972,10 @@ def test_other_kinds():
             refused(lambda: run(bad), "w", "float")
     for bad in (None, 3):
         refused(lambda: fnppo.plan_microbatches(bad, max_tokens=3), "lengths", bad, "fnppo.lengths(batch)")
-    refused(lambda: fnppo.plan_shared_microbatches([3], None, max_tokens=3), "groups", "prompt_groups")
+    refused(lambda: fnppo.plan_shared_microbatches([3], max_tokens=3), "tree", "list", "prefix_tree(batch)")
+    refused(lambda: tree_of_rows([[1, 2]]), "a row is a list", "torch.as_tensor")
+    refused(lambda: tree_of_rows([torch.ones(2)]), "a row", "float32", "Call .long()")
+    refused(lambda: tree_of_rows([torch.ones(1, 2).long()]), "a row", "(1, 2)", "one row")
     refused(lambda: fnppo.pack_sequences(batch._replace(extra=None)), "extra", "NoneType", "{} for none")
     refused(
         lambda: fnppo.pack_sequences(batch._replace(input_ids=batch.input_ids.to_sparse())), "sparse", ".to_dense()"
@@ -983,8 +992,12 @@ def test_other_kinds():
 
 
 def test_plans_name_what_is_wrong():
-    refused(lambda: fnppo.plan_shared_microbatches([3], {(1,): [-1]}, max_tokens=5), "a row of groups is -1")
-    refused(lambda: fnppo.plan_shared_microbatches([1], {(1, 2): [0]}, max_tokens=5), "row 0 has 1 tokens")
+    tree = tree_of([[1, 2], [1, 3]])
+    refused(lambda: fnppo.plan_shared_microbatches(tree, max_tokens=1), "row 0 has 2 tokens", "Raise max_tokens")
+    wrong = tree._replace(parents=[-1, 0, 2])
+    refused(lambda: fnppo.plan_shared_microbatches(wrong, max_tokens=5), "stretch 2 lies between 1 and 2")
+    refused(lambda: fnppo.plan_shared_microbatches(tree._replace(ends=[1, 3]), max_tokens=5), "row 1 ends at stretch 3")
+    refused(lambda: fnppo.plan_shared_microbatches(tree._replace(rows=[0]), max_tokens=5), "3, 3, 3 and 1")
     refused(lambda: fnppo.plan_microbatches([3, -1], max_tokens=5), "-1", "fnppo.lengths")
     refused(lambda: fnppo.plan_minibatches(-1, mini_batch_size=1, num_epochs=1, seed=0), "rows is -1")
 

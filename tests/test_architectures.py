@@ -46,7 +46,7 @@ PADDED = {
 LAYOUTS = {
     "packed": fnppo.pack_sequences,
     "padded": fnppo.pad_sequences,
-    "shared": partial(fnppo.pack_sequences, share_prefixes=True),
+    "shared": partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1),
 }
 CONFIG = {"llama4_text": {"attn_temperature_tuning": False}}
 TUNED = {"attn_temperature_tuning": True, "floor_scale": 2, "attn_scale": 0.7}

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import plan_prompts
 
-from fnppo import plan_microbatches, plan_minibatches, plan_shared_microbatches
+from fnppo import plan_microbatches, plan_minibatches
 
 
 @pytest.mark.core
@@ -30,7 +31,7 @@ def test_shared_plans(rows, cap):
     prompts: dict[tuple[int, ...], list[int]] = {}
     for row, (prompt, _) in enumerate(rows):
         prompts.setdefault((prompt,) * prompt_lengths[row], []).append(row)
-    groups = plan_shared_microbatches(lengths, prompts, max_tokens=cap)
+    groups = plan_prompts(lengths, prompts, max_tokens=cap)
     assert sorted(row for group in groups for row in group) == list(range(len(rows)))
     for group in groups:
         once = {rows[row][0]: prompt_lengths[row] for row in group}
@@ -43,13 +44,13 @@ def test_shared_plans(rows, cap):
 
 
 def test_a_prompt_that_leaves_room_for_one_token():
-    assert plan_shared_microbatches([3, 3, 2], {(1, 2): [0, 1, 2]}, max_tokens=3) == [[0], [1, 2]]
+    assert plan_prompts([3, 3, 2], {(1, 2): [0, 1, 2]}, max_tokens=3) == [[0, 2], [1]]
 
 
 def test_shared_plans_name_the_row_that_is_over():
     """E3."""
     with pytest.raises(ValueError, match="row 1 has 12 tokens, max_tokens is 8"):
-        plan_shared_microbatches([3, 12], {(1, 1): [0, 1]}, max_tokens=8)
+        plan_prompts([3, 12], {(1, 1): [0, 1]}, max_tokens=8)
 
 
 def test_known_plans():

@@ -85,8 +85,8 @@ LAYOUTS = {
     "packed": fnppo.pack_sequences,
     "padded": fnppo.pad_sequences,
     "packed with filler": partial(fnppo.pack_sequences, pad_to=40),
-    "shared prefixes": partial(fnppo.pack_sequences, share_prefixes=True),
-    "shared with filler": partial(fnppo.pack_sequences, share_prefixes=True, pad_to=40),
+    "shared prefixes": partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1),
+    "shared with filler": partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1, pad_to=40),
 }
 TEMPERATURES = st.sampled_from([0.5, 1.0, 1.7])
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import plan_prompts
 
-from fnppo import plan_microbatches, plan_shared_microbatches
+from fnppo import plan_microbatches
 from fnppo.grouping import group_items, split_groups
 
 LIMIT = 16_384
@@ -62,7 +63,7 @@ def test_at_least_so_many_groups_of_shared_prompts(rows, limit, least):
     prompts: dict[tuple[int, ...], list[int]] = {}
     for row, (prompt, _) in enumerate(rows):
         prompts.setdefault((prompt,) * (2 + prompt), []).append(row)
-    groups = plan_shared_microbatches(lengths, prompts, max_tokens=limit, min_groups=least)
+    groups = plan_prompts(lengths, prompts, max_tokens=limit, min_groups=least)
     assert sorted(row for group in groups for row in group) == list(range(len(rows)))
     assert sum(map(bool, groups)) >= min(least, len(rows))
     assert len(groups) >= least
@@ -83,14 +84,14 @@ def test_best_fit_leaves_none_of_the_groups_asked_for_empty():
 def test_as_few_groups_where_prompts_are_shared():
     """A prompt over the limit is cut so that a small part is left, which goes with those of others."""
     prompts = {(i,) * 10: list(range(13 * i, 13 * i + 13)) for i in range(2)}
-    assert len(plan_shared_microbatches([20] * 26, prompts, max_tokens=100)) == 3
+    assert len(plan_prompts([20] * 26, prompts, max_tokens=100)) == 3
     g = torch.Generator().manual_seed(0)
     for _ in range(5):
         sizes = torch.randint(100, 801, (16,), generator=g).tolist()
         own = torch.randint(50, 1025, (16, 8), generator=g).tolist()
         prompts = {(i,) * sizes[i]: list(range(8 * i, 8 * i + 8)) for i in range(16)}
         lengths = [sizes[i] + own[i][j] for i in range(16) for j in range(8)]
-        groups = plan_shared_microbatches(lengths, prompts, max_tokens=4096)
+        groups = plan_prompts(lengths, prompts, max_tokens=4096)
         once = [sum(sizes[i] for i in {row // 8 for row in group}) for group in groups]
         tokens = [p + sum(own[row // 8][row % 8] for row in group) for p, group in zip(once, groups, strict=True)]
         assert max(tokens) <= 4096
@@ -103,9 +104,9 @@ def test_work_is_spread_over_the_groups_asked_for():
     assert plan_microbatches([4, 3], max_tokens=100, min_groups=4) == [[0], [1], [], []]
     assert plan_microbatches([], max_tokens=100, min_groups=2) == [[], []]
     prompts = {(1, 2): [0, 1], (3,): [2]}
-    assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=2) == [[0, 1], [2]]
-    assert plan_shared_microbatches([4, 3, 3], prompts, max_tokens=100, min_groups=3) == [[0], [1], [2]]
-    assert plan_shared_microbatches([4] * 8, {(1, 2): list(range(8))}, max_tokens=100, min_groups=3) == [
+    assert plan_prompts([4, 3, 3], prompts, max_tokens=100, min_groups=2) == [[0, 1], [2]]
+    assert plan_prompts([4, 3, 3], prompts, max_tokens=100, min_groups=3) == [[0], [1], [2]]
+    assert plan_prompts([4] * 8, {(1, 2): list(range(8))}, max_tokens=100, min_groups=3) == [
         [0, 4], [1, 3, 5, 7], [2, 6],
     ]  # fmt: skip
 
@@ -120,7 +121,7 @@ def test_attention_counts_for_more_in_a_small_model():
 def test_shared_prompts_are_balanced_by_work_too():
     """At hidden size 1, 10 tokens after 40 are 50 · 62 = 3100 with their prompt, and twice 10 after 10 are 1060."""
     prompts = {tuple([1] * 40): [0], **{tuple([n] * 10): [2 * n - 3, 2 * n - 2] for n in (2, 3, 4)}}
-    plan = lambda hidden_size: plan_shared_microbatches(
+    plan = lambda hidden_size: plan_prompts(
         [50, *[20] * 6], prompts, max_tokens=100, min_groups=2, hidden_size=hidden_size
     )
     assert plan(1) == [[0], [1, 2, 3, 4, 5, 6]]
@@ -144,7 +145,7 @@ def test_to_the_unit_of_work():
     """
     lengths = [1240, 1230, 11, 5]
     alone = {(row,): [row] for row in range(4)}
-    for plan in (plan_microbatches, lambda lengths, **options: plan_shared_microbatches(lengths, alone, **options)):
+    for plan in (plan_microbatches, lambda lengths, **options: plan_prompts(lengths, alone, **options)):
         assert plan(lengths, max_tokens=10_000, min_groups=2) == [[0], [1, 2, 3]]
         assert plan(lengths, max_tokens=10_000, min_groups=2, hidden_size=2049) == [[0, 3], [1, 2]]
     assert group_items([9, 8, 7, 6, 5], [10, 3, 2, 2, 1], limit=100, min_groups=2) == [[0], [1, 2, 3, 4]]
@@ -153,7 +154,7 @@ def test_to_the_unit_of_work():
 def test_what_the_plan_begins_with():
     """Three rows above half the limit need three groups: the fourth goes to the first of them, not to the last."""
     assert group_items([5, 5, 5, 1], [5, 5, 5, 1], limit=9) == [[0, 3], [1], [2]]
-    assert group_items([], [], limit=9) == plan_shared_microbatches([], {}, max_tokens=9) == []
+    assert group_items([], [], limit=9) == plan_prompts([], {}, max_tokens=9) == []
     # two groups by best fit alone, though the three are first in the order of lists
     assert group_items([5, 3, 4, 5, 4], [8, 8, 2, 9, 7], limit=11) == [[0, 3], [1, 2, 4]]
 
@@ -167,7 +168,7 @@ def test_groups_are_halved_by_work():
     assert split_groups([[0, 1], [2]], [1, 1, 1], 2) == [[0, 1], [2]]
     # a prompt is computed once, so that of a long one is no work that a half would save
     prompts = {tuple([1] * 40): [0, 1], (2,): [2, 3]}
-    assert plan_shared_microbatches([41, 41, 11, 11], prompts, max_tokens=99, min_groups=3) == [[0, 1], [2], [3]]
+    assert plan_prompts([41, 41, 11, 11], prompts, max_tokens=99, min_groups=3) == [[0, 1], [2], [3]]
 
 
 def test_equal_rows_keep_their_order():
@@ -176,7 +177,7 @@ def test_equal_rows_keep_their_order():
 
 
 def test_numbers_are_checked():
-    for plan in (plan_microbatches, lambda lengths, **kwargs: plan_shared_microbatches(lengths, {(): [0]}, **kwargs)):
+    for plan in (plan_microbatches, lambda lengths, **kwargs: plan_prompts(lengths, {(): [0]}, **kwargs)):
         with pytest.raises(ValueError, match=r"min_groups is -1; it must be a whole number of at least 0\. Leave"):
             plan([1], max_tokens=2, min_groups=-1)
         with pytest.raises(ValueError, match=r"hidden_size is 0; it must be a whole number of at least 1\. Use config"):

@@ -16,7 +16,7 @@ from fnppo.surrogates.selection import select_clip_cov, select_kl_cov, select_to
 from fnppo.testing import padded_batches, splits
 
 LAYOUTS = st.sampled_from(
-    [fnppo.pack_sequences, fnppo.pad_sequences, partial(fnppo.pack_sequences, share_prefixes=True)]
+    [fnppo.pack_sequences, fnppo.pad_sequences, partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1)]
 )
 KLS = st.sampled_from([fnppo.kl_k2, fnppo.kl_k3, fnppo.straight_through(fnppo.kl_abs)])
 

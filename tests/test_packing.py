@@ -72,21 +72,31 @@ def test_empty_rows_and_rows_of_one():
 def test_shared_prompts():
     """Two responses to [7, 8], one to [5]: the prompt is there once, and predicts the first token of both."""
     batch = fnppo.padded_batch([[7, 8], [5], [7, 8]], [[6], [9], [4, 3]])
-    inputs, targets = pack_sequences(batch, share_prefixes=True)
+    inputs, targets = pack_sequences(batch, share_prefixes=True, least_shared=1)
     assert inputs.input_ids.tolist() == [7, 8, 6, 4, 3, 5, 9]
     assert inputs.position_ids.tolist() == [0, 1, 2, 2, 3, 0, 1]
     assert inputs.cu_seqlens.tolist() == [0, 2, 3, 5, 7]
     assert inputs.parents.tolist() == [-1, 0, 0, -1]
     assert targets.token_ids.tolist() == [6, 9, 4, 3]
     assert targets.predictors.tolist() == [1, 5, 1, 3]
-    later = pack_sequences(fnppo.padded_batch([[5], [7, 8], [7, 8]], [[9], [6], [4]]), share_prefixes=True)
+    later = pack_sequences(
+        fnppo.padded_batch([[5], [7, 8], [7, 8]], [[9], [6], [4]]), share_prefixes=True, least_shared=1
+    )
     assert later.inputs.input_ids.tolist() == [5, 9, 7, 8, 6, 4]
     assert later.targets.predictors.tolist() == [0, 3, 3]
     assert pack_sequences(batch).inputs.parents is None
-    nothing_shared = pack_sequences(fnppo.padded_batch([[7], [5]], [[6], [9]]), share_prefixes=True)
+    nothing_shared = pack_sequences(fnppo.padded_batch([[7], [5]], [[6], [9]]), share_prefixes=True, least_shared=1)
     assert nothing_shared.inputs.parents is None
     padding = batch._replace(input_ids=torch.where(batch.attention_mask, batch.input_ids, torch.arange(3)[:, None]))
-    assert pack_sequences(padding, share_prefixes=True).inputs.input_ids.tolist() == [7, 8, 6, 4, 3, 5, 9]
+    assert pack_sequences(padding, share_prefixes=True, least_shared=1).inputs.input_ids.tolist() == [
+        7,
+        8,
+        6,
+        4,
+        3,
+        5,
+        9,
+    ]
 
 
 def test_filler_is_a_segment_of_its_own():
@@ -128,7 +138,7 @@ def test_filler_where_little_or_nothing_is():
     for pad_to in (0, -1):
         with pytest.raises(ValueError, match=f"pad_to is {pad_to}; it must be a whole number of at least 1"):
             pack_sequences(nothing, pad_to=pad_to)
-    shared = pack_sequences(fnppo.padded_batch([[7], [7]], [[6], [9]]), share_prefixes=True, pad_to=5)
+    shared = pack_sequences(fnppo.padded_batch([[7], [7]], [[6], [9]]), share_prefixes=True, least_shared=1, pad_to=5)
     assert shared.inputs.parents.tolist() == [-1, 0, 0, -1, -1]
 
 
@@ -157,7 +167,7 @@ def test_prompt_is_read_and_not_learned():
 @given(padded_batches(vocab_size=9))
 def test_all_layouts_have_the_same_targets(batch):
     packed = pack_sequences(batch).targets
-    for other in (pad_sequences(batch).targets, pack_sequences(batch, share_prefixes=True).targets):
+    for other in (pad_sequences(batch).targets, pack_sequences(batch, share_prefixes=True, least_shared=1).targets):
         for name, a, b in zip(packed._fields, packed, other, strict=True):
             if name != "predictors":
                 assert_close(a, b, rtol=0, atol=0)
@@ -174,7 +184,7 @@ def test_all_layouts_have_the_same_targets(batch):
 @pytest.mark.core
 @given(padded_batches(vocab_size=9))
 def test_unpack_is_the_inverse_of_packing(batch):
-    for layout in (pack_sequences, pad_sequences, partial(pack_sequences, share_prefixes=True)):
+    for layout in (pack_sequences, pad_sequences, partial(pack_sequences, share_prefixes=True, least_shared=1)):
         targets = layout(batch).targets
         back = fnppo.unpack_targets(targets.advantages, targets, shape=tuple(batch.input_ids.shape), fill=-5.0)
         assert torch.equal(back, torch.where(batch.loss_mask, batch.advantages, -5.0))
@@ -190,7 +200,7 @@ def test_unpack_is_differentiable_and_checks_its_length():
 
 
 @pytest.mark.parametrize(
-    "layout", [pack_sequences, partial(pack_sequences, share_prefixes=True, pad_to=12), pad_sequences]
+    "layout", [pack_sequences, partial(pack_sequences, share_prefixes=True, least_shared=1, pad_to=12), pad_sequences]
 )
 def test_the_default_device_is_not_used(layout):
     """What is made is where the batch is. On `meta`, the default here, tensors have no values."""
@@ -214,4 +224,4 @@ def test_the_default_device_is_not_used(layout):
 def test_as_many_prompts_as_columns():
     """Prompts are counted against rows, not columns, to see whether any is shared."""
     batch = fnppo.padded_batch([[7], [7], [8], [8]], [[6], [9], [6], [9]])
-    assert pack_sequences(batch, share_prefixes=True).inputs.input_ids.tolist() == [7, 6, 9, 8, 6, 9]
+    assert pack_sequences(batch, share_prefixes=True, least_shared=1).inputs.input_ids.tolist() == [7, 6, 9, 8, 6, 9]

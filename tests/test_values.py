@@ -22,6 +22,7 @@ from torch.testing import assert_close
 import fnppo
 from fnppo import Metrics, Targets, accumulate_gradients, summarize
 from fnppo.critic import functional_actor_critic, functional_critic
+from fnppo.layouts import sharing
 from fnppo.losses import add_losses
 from fnppo.rollout import generate
 from fnppo.testing import float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
@@ -215,7 +216,7 @@ def test_any_split_gives_the_same(data, batch):
     assert explained_variance(summary) == pytest.approx(explained_variance(summary2), rel=1e-6, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, fnppo.shared])
+@pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, sharing(least_shared=1)])
 @given(batch=padded_batches(vocab_size=VOCAB), max_tokens=st.sampled_from([8, 11, 100]))
 def test_compute_values(layout, batch, max_tokens):
     """E6: rows in the order of the input, whatever the micro-batches."""

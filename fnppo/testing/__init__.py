@@ -20,13 +20,14 @@ from fnppo.testing.oracle import (
     oracle_loss_and_grads,
     oracle_stats,
 )
-from fnppo.testing.strategies import padded_batches, splits, tiny_models
+from fnppo.testing.strategies import branching_batches, padded_batches, splits, tiny_models
 
 __all__ = [
     "assert_layout_invariant",
     "assert_masked_values_unread",
     "assert_microbatch_invariant",
     "assert_rows_independent",
+    "branching_batches",
     "causal_lms",
     "everyday_batches",
     "float64_everywhere",

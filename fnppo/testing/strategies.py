@@ -12,6 +12,8 @@ from fnppo.types import PaddedBatch
 NAN = float("nan")
 PADDING = ("none", "right", "left", "both", "holes")
 """Where padding may stand: nowhere, after, before or on both sides of a row's tokens, and between them."""
+NO_TOKENS = (-100, 0, 10**6)
+"""What may stand in `input_ids` where no token is."""
 
 
 @st.composite
@@ -69,12 +71,76 @@ def padded_batches(
             ids[row, prompt] = ids[source, prompt]
             loss[row] = loss[source] & ((loss[source].cumsum(0) == 1) | (torch.rand(width, generator=generator) < 0.5))
 
+    ids = torch.where(attention, ids, draw(st.sampled_from(NO_TOKENS)) if garbage else 0)
+    return _with_columns(ids, attention, loss, generator, vocab_size=vocab_size, garbage=garbage, dtype=dtype)
+
+
+@st.composite
+def branching_batches(
+    draw: st.DrawFn,
+    *,
+    vocab_size: int,
+    max_rows: int = 5,
+    max_length: int = 12,
+    padding: Sequence[str] = PADDING,
+    garbage: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> PaddedBatch:
+    """Batches whose rows grow on each other: dialogues in which a row is an earlier one and a further turn, rollouts of a
+    tree search that fork anywhere, rows that are the same, and rows that have nothing in common.
+
+    Rows go on from rows that go on from others, to any depth. What is learned is drawn for each row by itself, so a token
+    that two rows share may be a target of both, of one or of none, with other advantages in each.
+
+    Args:
+        vocab_size, max_rows, max_length, padding, garbage, dtype: as in `padded_batches`.
+
+    >>> batch = branching_batches(vocab_size=13).example()  # doctest: +SKIP
+    """
+    rows: list[list[int]] = []
+    token = st.integers(0, vocab_size - 1)
+    for row in range(draw(st.integers(2, max(max_rows, 2)))):
+        trunk: list[int] = rows[draw(st.integers(0, row - 1))] if row and draw(st.booleans()) else []
+        fork = draw(st.integers(0, len(trunk)))
+        further = draw(st.lists(token, min_size=0 if trunk else 1, max_size=max(max_length - fork, 1)))
+        rows.append(trunk[:fork] + further)
+    kind = draw(st.sampled_from(list(padding)))
+    width = max(map(len, rows)) + (0 if kind == "none" else draw(st.integers(0, 2)))
+    attention, loss = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width, dtype=torch.bool)
+    ids = torch.full((len(rows), width), draw(st.sampled_from(NO_TOKENS)) if garbage else 0)
+    for row, tokens in enumerate(rows):
+        free = width - len(tokens)
+        start = {"left": free, "both": free // 2}.get(kind, 0)
+        columns = list(range(start, start + len(tokens)))
+        if kind == "holes":
+            columns = sorted(draw(st.permutations(range(width)))[: len(tokens)])
+        attention[row, columns] = True
+        ids[row, columns] = torch.tensor(tokens, dtype=torch.long)
+        for column in columns[1:]:  # the first token has no predictor
+            loss[row, column] = draw(st.booleans())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    return _with_columns(ids, attention, loss, generator, vocab_size=vocab_size, garbage=garbage, dtype=dtype)
+
+
+def _with_columns(
+    ids: torch.Tensor,
+    attention: torch.Tensor,
+    loss: torch.Tensor,
+    generator: torch.Generator,
+    *,
+    vocab_size: int,
+    garbage: bool,
+    dtype: torch.dtype,
+) -> PaddedBatch:
+    """The batch of these ids and masks, with random columns, which hold what does harm where nobody may read."""
+
     def live(values: torch.Tensor) -> torch.Tensor:
         return torch.where(loss, values, NAN if garbage else 0.0)
 
+    rows, width = ids.shape
     normal = torch.randn(3, rows, width, generator=generator, dtype=dtype)
     return PaddedBatch(
-        input_ids=torch.where(attention, ids, draw(st.sampled_from([-100, 0, 10**6])) if garbage else 0),
+        input_ids=ids,
         attention_mask=attention,
         loss_mask=loss,
         # around log(1/vocab), so that ratios fall on both sides of the clips

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fnppo.layouts import Layout, packed, padded, shared
+from fnppo.layouts import Layout, packed, padded, sharing
 from fnppo.policy import Policy
 from fnppo.remat import rematerialize
 from fnppo.rows import select_rows
@@ -24,12 +24,12 @@ from fnppo.verify.measure import (
 from fnppo.verify.report import Check
 from fnppo.verify.subject import Subject
 
-LAYOUTS: dict[str, Layout] = {"packed": packed, "shared": shared, "padded": padded}
+LAYOUTS: dict[str, Layout] = {"packed": packed, "shared": sharing(least_shared=1), "padded": padded}
 CAUSES = {
     "one by one": "A single row already differs from the model's own output: its head or its attention does something that "
     "was not read off it. Do not train this model with fnppo.",
     "packed": "The model does not keep packed rows apart. Use layout=padded.",
-    "shared": "A response does not see the shared prompt as its own. Use layout=packed.",
+    "shared": "A row does not see what it shares with another as its own. Use layout=packed.",
     "padded": "The model reads padding, or counts it in positions. Use layout=packed.",
 }
 
