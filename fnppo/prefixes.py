@@ -23,7 +23,11 @@ from fnppo.checks import check_batch
 from fnppo.types import PaddedBatch
 
 LEAST_SHARED = 8
-"""Tokens that two rows must have in common at their beginning to share them."""
+"""Tokens that two rows must have in common at their beginning to share them.
+
+Measured on a CPU on one layer of hidden size 576, forward and backward, rows of 48 tokens after what they share: a single token
+that 16 rows begin with makes it a tenth slower, from 8 tokens on pairs of rows gain. At hidden size 64 it takes 16.
+"""
 
 
 class PrefixTree(NamedTuple):
@@ -131,22 +135,21 @@ def _common(a: Any, b: Any) -> int:
 
 def _in_order_of_rows(parents: list[int], stops: list[int], ends: list[int]) -> PrefixTree:
     """Stretches numbered as the rows, one after the other, first come to them."""
-    number: dict[int, int] = {-1: -1}
-    tree = PrefixTree([], [], [], [], [])
-    for row, stretch in enumerate(ends):
-        new = []
-        while stretch not in number:
-            new.append(stretch)
-            stretch = parents[stretch]
-        for stretch in reversed(new):
-            number[stretch] = len(tree.stops)
-            parent = parents[stretch]
-            tree.parents.append(number[parent])
-            tree.starts.append(stops[parent] if parent >= 0 else 0)
-            tree.stops.append(stops[stretch])
-            tree.rows.append(row)
-        tree.ends.append(number[ends[row]])
-    return tree
+    rows = [len(ends)] * len(stops)
+    for row in reversed(range(len(ends))):
+        rows[ends[row]] = row
+    for stretch in sorted(range(len(stops)), key=stops.__getitem__, reverse=True):  # before its parent
+        if (parent := parents[stretch]) >= 0:
+            rows[parent] = min(rows[parent], rows[stretch])
+    order = sorted(range(len(stops)), key=lambda stretch: (rows[stretch], stops[stretch]))
+    number = {stretch: place for place, stretch in enumerate(order)} | {-1: -1}
+    return PrefixTree(
+        parents=[number[parents[stretch]] for stretch in order],
+        starts=[stops[parents[stretch]] if parents[stretch] >= 0 else 0 for stretch in order],
+        stops=[stops[stretch] for stretch in order],
+        rows=[rows[stretch] for stretch in order],
+        ends=[number[end] for end in ends],
+    )
 
 
 def check_tree(tree: PrefixTree) -> None:

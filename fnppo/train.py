@@ -119,7 +119,7 @@ def update_policy(
             `fnppo.surrogates.selection`. It must not keep the params it is given.
         weights: mask -> loss weights, such as `token_mean`.
         seed: of the shuffling.
-        layout: `packed`, `shared` (prompts computed once for all their responses) or `padded`, from `fnppo.layouts`.
+        layout: `packed`, `shared` (what rows begin with in common is computed once) or `padded`, from `fnppo.layouts`.
         donate: see `train_step`. The caller's `params` and `opt_state` are then gone.
 
     Returns:

@@ -1,6 +1,7 @@
 """Trees of rows into micro-batches: what rows have in common is counted once, as a packed layout lays it."""
 
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from typing import NamedTuple
 
 from fnppo.batching import check_min_groups, checked_limit, refuse_over, work_of
@@ -38,8 +39,9 @@ def plan_shared_microbatches(
         refuse_over(longest := max(range(len(lengths)), key=lengths.__getitem__), lengths[longest], limit)
     sizes = [stop - start for start, stop in zip(tree.starts, tree.stops, strict=True)]
     works = [work(stop) - work(start) for start, stop in zip(tree.starts, tree.stops, strict=True)]
+    lines = tree.lines()
     parts = in_order(_halved(_parts(tree, sizes, works, limit), tree, works, min_groups))
-    laid = [_stretches(part, tree) for part in parts]
+    laid = [{stretch for row in part for stretch in lines[tree.ends[row]]} for part in parts]
     plan = group_items(
         [sum(sizes[stretch] for stretch in part) for part in laid],
         [sum(works[stretch] for stretch in part) for part in laid],
@@ -119,18 +121,4 @@ def _halved(parts: list[list[int]], tree: PrefixTree, works: list[int], count: i
 
 def _common(lines: list[list[int]]) -> int:
     """Number of stretches that all rows of a part go through."""
-    common = 0
-    while all(line[common : common + 1] == lines[0][common : common + 1] != [] for line in lines):
-        common += 1
-    return common
-
-
-def _stretches(rows: list[int], tree: PrefixTree) -> set[int]:
-    """All that rows go through, once each."""
-    through: set[int] = set()
-    for row in rows:
-        stretch = tree.ends[row]
-        while stretch >= 0 and stretch not in through:
-            through.add(stretch)
-            stretch = tree.parents[stretch]
-    return through
+    return len(list(takewhile(lambda abreast: len(set(abreast)) == 1, zip(*lines, strict=False))))

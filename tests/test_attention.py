@@ -234,6 +234,41 @@ def test_segments_that_continue_others(backend, asked):
     assert_close(ours, reference, rtol=1e-10, atol=1e-10)
 
 
+@st.composite
+def trees(draw):
+    """Segments of 0 to 3 tokens, each a root or the child of any before it, and the places of each line from its root."""
+    lengths, parents, starts, lines = [], [], [], []
+    for segment in range(draw(st.integers(1, 7))):
+        parents.append(draw(st.integers(-1, segment - 1)))
+        line = lines[parents[-1]] if parents[-1] >= 0 else []
+        lengths.append(draw(st.integers(0 if segment else 1, 3)))
+        starts.append(len(line))
+        lines.append([*line, *range(sum(lengths[:-1]), sum(lengths))])
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    tokens = sum(lengths)
+    cu_seqlens = tensor([0, *lengths]).cumsum(0).int()
+    return PackedInputs(torch.zeros(tokens).long(), positions, cu_seqlens, tensor(parents)), lines
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
+@given(tree=trees(), asked=ASKED)
+def test_trees_of_segments(backend, tree, asked):
+    """Nested to any depth, with empty segments anywhere, in value and gradient."""
+    if asked["sinks"]:
+        asked = asked | {"sinks": torch.linspace(-1, 1, 4, dtype=F64)}
+    inputs, lines = tree
+    qkv = [x.requires_grad_() for x in tensors(4, 2, inputs.input_ids.numel())]
+    output = run(backend, qkv, inputs, **asked)
+    for line in lines:
+        expected = one_query_at_a_time(*qkv, [[line]], **asked)
+        assert_close(output[:, :, line], expected[:, :, line], rtol=1e-10, atol=1e-10)
+    seed = torch.randn(output.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((output * seed).sum(), qkv)
+    reference = torch.autograd.grad((run(math_attention, qkv, inputs, **asked) * seed).sum(), qkv)
+    assert_close(ours, reference, rtol=1e-10, atol=1e-10)
+
+
 def test_the_boundaries_of_many_segments_take_linear_time():
     """They are made anew in each layer."""
 
@@ -268,14 +303,37 @@ def test_the_cuda_kernels_get_the_keys_of_the_whole_line(chunk):
     flat = [x[0].transpose(0, 1) for x in (q, k, v)]
     key, value, cu_q, cu_k, longest_q, longest_k = module._boundaries(flat[1], flat[2], segments)
     assert (longest_q, longest_k) == {None: (3, 7), 2: (2, 2), 3: (2, 3)}[chunk]
+    expected = math_attention(q, k, v, segments, scaling=0.5)[0].transpose(0, 1)
+    assert_close(as_the_kernels_walk(flat[0], key, value, cu_q, cu_k), expected, rtol=1e-10, atol=1e-10)
+
+
+def as_the_kernels_walk(query, key, value, cu_q, cu_k, window=None):
+    """Segment by segment, causality and windows aligned at the end of each, which is all that the CUDA kernels know."""
     outputs = []
     for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         n, m = int(q1 - q0), int(k1 - k0)
-        scores = torch.einsum("qhd,khd->hqk", flat[0][q0:q1], key[k0:k1]) * 0.5
-        scores = scores.masked_fill(torch.ones(n, m).triu(m - n + 1).bool(), -math.inf)
+        behind = torch.arange(m - n, m)[:, None] - torch.arange(m)
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * 0.5
+        scores = scores.masked_fill((behind < 0) | (behind >= (window or math.inf)), -math.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[k0:k1]))
-    expected = math_attention(q, k, v, segments, scaling=0.5)[0].transpose(0, 1)
-    assert_close(torch.cat(outputs), expected, rtol=1e-10, atol=1e-10)
+    return torch.cat(outputs)
+
+
+@pytest.mark.core
+@given(tree=trees(), chunk=st.sampled_from([None, 1, 2, 3]), window=st.sampled_from([None, 1, 2, 3]))
+def test_the_cuda_kernels_on_trees(tree, chunk, window):
+    """Boundaries and gathered keys of trees nested to any depth, and no segment without queries among them."""
+    inputs, _ = tree
+    segments = segments_of(inputs) if chunk is None else chunks_of(segments_of(inputs), chunk)
+    q, k, v = tensors(2, 2, inputs.input_ids.numel())
+    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+    key, value, cu_q, cu_k, longest_q, longest_k = module._boundaries(flat[1], flat[2], segments)
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert bool((cu_q.diff() > 0).all())
+    assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert (int(cu_q[-1]), int(cu_k[-1])) == (q.shape[2], key.shape[0])
+    expected = math_attention(q, k, v, segments, scaling=0.5, window=window)[0].transpose(0, 1)
+    assert_close(as_the_kernels_walk(flat[0], key, value, cu_q, cu_k, window), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_forced_sdpa_says_that_it_has_no_second_derivative():

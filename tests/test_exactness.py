@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tiny import VOCAB, tiny
 
 import fnppo
-from fnppo.testing import float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
+from fnppo.layouts import sharing
+from fnppo.testing import branching_batches, float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
 
 FAMILIES = ["llama", "gpt2", "mistral"]
 MORE_FAMILIES = ["tied", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
@@ -138,6 +139,60 @@ def test_remat_changes_no_bit(family, layout, batch):
         results.append((loss, grads))
     for a, b in zip(*map(optree.tree_leaves, results), strict=True):
         assert torch.equal(a, b)
+
+
+BRANCHES = branching_batches(vocab_size=VOCAB)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("layout", ["shared prefixes", "shared with filler"])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+@given(batch=BRANCHES, temperature=TEMPERATURES)
+def test_dialogues_and_tree_searches(family, layout, batch, temperature):
+    """Rows that go on from each other to any depth, with learned tokens in what they share, targets of one or of several."""
+    check_layout(family, batch, temperature, LAYOUTS[layout])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("attention", [fnppo.math_attention, fnppo.sdpa_attention], ids=["math", "sdpa"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma2"])
+@given(batch=BRANCHES, remat=st.booleans())
+def test_dialogues_and_tree_searches_with_each_backend(family, attention, batch, remat):
+    """With windows and softcaps, and with layers that are run again for their backward."""
+    check_layout(family, batch, 1.0, LAYOUTS["shared prefixes"], (("attention", attention), ("remat", remat)))
+
+
+@pytest.mark.core
+@given(batch=BRANCHES, least=st.integers(1, 6))
+def test_what_is_shared_changes_no_number(batch, least):
+    layout = partial(fnppo.pack_sequences, share_prefixes=True, least_shared=least)
+    check_layout("gpt2", batch, 1.0, layout)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", FAMILIES)
+@given(batch=BRANCHES, spare=st.integers(0, 12), mini_batch_size=st.integers(1, 5))
+def test_an_update_on_trees(family, batch, spare, mini_batch_size):
+    """Two steps or more through `update_policy`, in micro-batches that cut trees, and rows in one piece as they are."""
+    policy, params = policy_of(family)
+    optimizer = fnppo.sgd(0.01)
+
+    def loss_fn(params, batch):
+        stats = fnppo.forward_logprobs(params, batch, policy=policy, temperature=1.0)
+        return fnppo.ppo_loss(stats, batch.targets, **LOSS)
+
+    def update(layout, max_tokens):
+        return fnppo.update_policy(
+            params, optimizer.init(params), batch, loss_fn=loss_fn, optimizer=optimizer, num_epochs=2, layout=layout,
+            mini_batch_size=mini_batch_size, max_tokens=max_tokens,
+        )  # fmt: skip
+
+    with float64_everywhere():
+        one = update(fnppo.padded, 10**6)
+        many = update(sharing(least_shared=1), max(fnppo.lengths(batch)) + spare)
+    scale = max(1.0, one[2]["grad_norm"])  # the second step is taken from where the first one, of this size, has led
+    assert differences(one[0], many[0]) <= TOLERANCE * scale
+    assert one[2] == pytest.approx(many[2], abs=1e-9, rel=1e-9)
 
 
 WEIGHTS = {

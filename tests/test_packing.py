@@ -6,12 +6,13 @@ import optree
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
 import fnppo
 from fnppo import PaddedBatch, pack_sequences, pad_sequences
-from fnppo.testing import padded_batches
+from fnppo.testing import branching_batches, padded_batches
 
 NAN = float("nan")
 
@@ -73,12 +74,12 @@ def test_shared_prompts():
     """Two responses to [7, 8], one to [5]: the prompt is there once, and predicts the first token of both."""
     batch = fnppo.padded_batch([[7, 8], [5], [7, 8]], [[6], [9], [4, 3]])
     inputs, targets = pack_sequences(batch, share_prefixes=True, least_shared=1)
-    assert inputs.input_ids.tolist() == [7, 8, 6, 4, 3, 5, 9]
-    assert inputs.position_ids.tolist() == [0, 1, 2, 2, 3, 0, 1]
+    assert inputs.input_ids.tolist() == [7, 8, 6, 5, 9, 4, 3]
+    assert inputs.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert inputs.cu_seqlens.tolist() == [0, 2, 3, 5, 7]
-    assert inputs.parents.tolist() == [-1, 0, 0, -1]
+    assert inputs.parents.tolist() == [-1, 0, -1, 0]
     assert targets.token_ids.tolist() == [6, 9, 4, 3]
-    assert targets.predictors.tolist() == [1, 5, 1, 3]
+    assert targets.predictors.tolist() == [1, 3, 1, 5]
     later = pack_sequences(
         fnppo.padded_batch([[5], [7, 8], [7, 8]], [[9], [6], [4]]), share_prefixes=True, least_shared=1
     )
@@ -88,15 +89,70 @@ def test_shared_prompts():
     nothing_shared = pack_sequences(fnppo.padded_batch([[7], [5]], [[6], [9]]), share_prefixes=True, least_shared=1)
     assert nothing_shared.inputs.parents is None
     padding = batch._replace(input_ids=torch.where(batch.attention_mask, batch.input_ids, torch.arange(3)[:, None]))
-    assert pack_sequences(padding, share_prefixes=True, least_shared=1).inputs.input_ids.tolist() == [
-        7,
-        8,
-        6,
-        4,
-        3,
-        5,
-        9,
-    ]
+    padded = pack_sequences(padding, share_prefixes=True, least_shared=1)
+    assert padded.inputs.input_ids.tolist() == inputs.input_ids.tolist()
+
+
+def test_a_tree_of_rows():
+    """Two rollouts that fork after a learned token, a dialogue that goes on from one, the same row again, and another row.
+
+    By hand: the stretches are 7 8 5 | 6 | 9 4 | 3 | 1 2, laid as the rows come to them.
+    """
+    prompts, responses = [[7, 8], [7, 8], [1], [7, 8, 5, 9, 4], [7, 8]], [[5, 6], [5, 9, 4], [2], [3], [5, 9, 4]]
+    batch = fnppo.padded_batch(prompts, responses, advantages=[1.0, 2.0, 3.0, 4.0, 5.0])
+    inputs, targets = pack_sequences(batch, share_prefixes=True, least_shared=1, pad_to=12)
+    assert inputs.input_ids.tolist() == [7, 8, 5, 6, 9, 4, 1, 2, 3, 0, 0, 0]
+    assert inputs.position_ids.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 5, 0, 1, 2]
+    assert inputs.cu_seqlens.tolist() == [0, 3, 4, 6, 8, 9, 12]
+    assert inputs.parents.tolist() == [-1, 0, 0, -1, 2, -1]
+    assert targets.token_ids.tolist() == [5, 6, 5, 9, 4, 2, 3, 5, 9, 4]
+    assert targets.predictors.tolist() == [1, 2, 1, 2, 4, 6, 5, 1, 2, 4]
+    assert targets.rows.tolist() == [0, 0, 1, 1, 1, 2, 3, 4, 4, 4]
+    assert targets.advantages.tolist() == [1, 1, 2, 2, 2, 3, 4, 5, 5, 5]
+    alone = pack_sequences(batch, share_prefixes=True, least_shared=6)
+    for a, b in zip(alone.inputs[:3] + alone.targets[:4], pack_sequences(batch).inputs[:3] + targets[:4], strict=True):
+        assert torch.equal(a, b) or a is alone.targets.predictors
+    assert alone.inputs.parents is None
+
+
+def test_rows_that_are_the_same_need_no_parents():
+    batch = fnppo.padded_batch([[7], [7]], [[6, 5], [6, 5]])
+    inputs, targets = pack_sequences(batch, share_prefixes=True, least_shared=1)
+    assert (inputs.input_ids.tolist(), inputs.cu_seqlens.tolist(), inputs.parents) == ([7, 6, 5], [0, 3], None)
+    assert targets.predictors.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.core
+@given(branching_batches(vocab_size=3), st.integers(1, 5))
+def test_every_target_has_the_tokens_before_it(batch, least):
+    """From a target's predictor up through its segment and its ancestors stand the tokens of its row, and their positions."""
+    inputs, targets = pack_sequences(batch, share_prefixes=True, least_shared=least, pad_to=70)
+    bounds = inputs.cu_seqlens.tolist()
+    parents = [-1] * (len(bounds) - 1) if inputs.parents is None else inputs.parents.tolist()
+    before = {}  # place -> the places that it reads
+    for segment, parent in enumerate(parents):
+        line = before[bounds[parent + 1] - 1] if parent >= 0 else []
+        for place in range(bounds[segment], bounds[segment + 1]):
+            line = before[place] = [*line, place]
+    for row, column, predictor in zip(
+        *(x.tolist() for x in (targets.rows, targets.columns, targets.predictors)), strict=True
+    ):
+        there = batch.attention_mask[row].clone()
+        there[column:] = False
+        places = before[predictor]
+        assert inputs.input_ids[places].tolist() == batch.input_ids[row, there].tolist()
+        assert inputs.position_ids[places].tolist() == list(range(len(places)))
+
+
+@pytest.mark.core
+@given(branching_batches(vocab_size=10**6, max_rows=3))
+def test_without_a_common_beginning_it_is_the_plain_packing(batch):
+    ids = batch.input_ids + torch.arange(len(batch.input_ids))[:, None] * 10**7
+    batch = batch._replace(input_ids=torch.where(batch.attention_mask, ids, batch.input_ids))
+    plain, shared = pack_sequences(batch), pack_sequences(batch, share_prefixes=True, least_shared=1)
+    assert plain.inputs.parents is shared.inputs.parents is None
+    for a, b in zip(optree.tree_leaves(shared), optree.tree_leaves(plain), strict=True):
+        assert_close(a, b, rtol=0, atol=0)
 
 
 def test_filler_is_a_segment_of_its_own():

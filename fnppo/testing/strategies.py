@@ -93,7 +93,8 @@ def branching_batches(
     that two rows share may be a target of both, of one or of none, with other advantages in each.
 
     Args:
-        vocab_size, max_rows, max_length, padding, garbage, dtype: as in `padded_batches`.
+        vocab_size, max_rows, max_length, padding, garbage, dtype: as in `padded_batches`. Without padding, rows shorter than
+            the longest still have it on the right.
 
     >>> batch = branching_batches(vocab_size=13).example()  # doctest: +SKIP
     """
