@@ -90,6 +90,7 @@ LAYOUTS = {
     "shared with filler": partial(fnppo.pack_sequences, share_prefixes=True, least_shared=1, pad_to=40),
 }
 TEMPERATURES = st.sampled_from([0.5, 1.0, 1.7])
+BRANCHES = branching_batches(vocab_size=VOCAB)
 
 
 @pytest.mark.core
@@ -121,7 +122,7 @@ def test_math_attention(family, layout, batch):
 @pytest.mark.core
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared prefixes"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "tied"])
-@given(batch=padded_batches(vocab_size=VOCAB, max_rows=3))
+@given(batch=padded_batches(vocab_size=VOCAB, max_rows=3) | BRANCHES)
 def test_remat_changes_no_bit(family, layout, batch):
     """G2b: the second run of a layer sees the parameters of the first, and not the module's."""
     batch = LAYOUTS[layout](fnppo.token_mean(batch))
@@ -141,9 +142,6 @@ def test_remat_changes_no_bit(family, layout, batch):
         assert torch.equal(a, b)
 
 
-BRANCHES = branching_batches(vocab_size=VOCAB)
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("layout", ["shared prefixes", "shared with filler"])
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
@@ -156,10 +154,10 @@ def test_dialogues_and_tree_searches(family, layout, batch, temperature):
 @pytest.mark.core
 @pytest.mark.parametrize("attention", [fnppo.math_attention, fnppo.sdpa_attention], ids=["math", "sdpa"])
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma2"])
-@given(batch=BRANCHES, remat=st.booleans())
-def test_dialogues_and_tree_searches_with_each_backend(family, attention, batch, remat):
-    """With windows and softcaps, and with layers that are run again for their backward."""
-    check_layout(family, batch, 1.0, LAYOUTS["shared prefixes"], (("attention", attention), ("remat", remat)))
+@given(batch=BRANCHES)
+def test_dialogues_and_tree_searches_with_each_backend(family, attention, batch):
+    """With windows and softcaps."""
+    check_layout(family, batch, 1.0, LAYOUTS["shared prefixes"], (("attention", attention),))
 
 
 @pytest.mark.core
@@ -192,7 +190,7 @@ def test_an_update_on_trees(family, batch, spare, mini_batch_size):
         many = update(sharing(least_shared=1), max(fnppo.lengths(batch)) + spare)
     scale = max(1.0, one[2]["grad_norm"])  # the second step is taken from where the first one, of this size, has led
     assert differences(one[0], many[0]) <= TOLERANCE * scale
-    assert one[2] == pytest.approx(many[2], abs=1e-9, rel=1e-9)
+    assert one[2] == pytest.approx(many[2], abs=1e-9, rel=1e-9, nan_ok=True)
 
 
 WEIGHTS = {
