@@ -1,5 +1,6 @@
 """Groups under a limit: strict, near the lower bound, of like work, in a stable order."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from trees import plan_prompts
 
 from fnppo import plan_microbatches
-from fnppo.grouping import group_items, split_groups
+from fnppo.grouping import fewest_groups, group_items, in_rounds, one_by_one, split_groups
 
 LIMIT = 16_384
 
@@ -70,6 +71,63 @@ def test_at_least_so_many_groups_of_shared_prompts(rows, limit, least):
     for group in groups:
         once = {rows[row][0] for row in group}
         assert sum(2 + prompt for prompt in once) + sum(rows[row][1] for row in group) <= limit
+
+
+@pytest.mark.core
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), max_size=40), st.integers(20, 60), st.integers(1, 9))
+def test_rounds_are_the_loop(items, limit, count):
+    """A million rows are dealt in rounds, a hundred one by one: each to the group with the least work, the first of those."""
+    size, work = np.array(sorted(items, reverse=True), np.int64).reshape(-1, 2).T
+    dealt, room, done = [], [limit] * count, [0] * count
+    for each, own in zip(size.tolist(), work.tolist(), strict=True):
+        group = done.index(min(done))
+        if each > room[group]:
+            break
+        dealt.append(group)
+        room[group] -= each
+        done[group] += own + 1
+    for deal in (one_by_one, in_rounds):
+        groups, left = deal(size, work, limit, count)
+        assert (groups.tolist(), left.tolist()) == (dealt, room)
+
+
+@pytest.mark.core
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 90))
+def test_best_fit_is_the_loop(sizes, limit):
+    """Each to the fullest group with room, or to a new one: as many groups, as full, as one item after the other gives."""
+    full: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fits = [tokens for tokens in full if tokens + size <= limit]
+        if fits:
+            full.remove(max(fits))
+        full.append(max(fits, default=0) + size)
+    groups = fewest_groups(sizes, limit=limit)
+    assert sorted(item for group in groups for item in group) == list(range(len(sizes)))
+    assert sorted(sum(sizes[item] for item in group) for group in groups) == sorted(full)
+
+
+@pytest.mark.parametrize("name", ["skewed", "mostly short"])
+def test_many_rows(name):
+    """Hundreds of groups are dealt in rounds; rows without tokens slow them no more than others."""
+    lengths = lengths_of(name, 60_000) + [0] * 20_000
+    groups = plan_microbatches(lengths, max_tokens=LIMIT)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    assert max(sum(lengths[row] for row in group) for group in groups) <= LIMIT
+    assert len(groups) <= 1.02 * -(-sum(lengths) // LIMIT)
+    assert groups == plan_microbatches(lengths, max_tokens=LIMIT)
+
+
+def test_numbers_of_any_size():
+    """Work that 64 bits do not hold is counted all the same, and so is a limit."""
+    lengths = [2, 1, 3, 2, 1] * 40
+    for options in (
+        {"max_tokens": 6},
+        {"max_tokens": 10**30, "min_groups": 70},
+        {"max_tokens": 10**30, "min_groups": 3},
+    ):
+        assert plan_microbatches(lengths, **options) == plan_microbatches(lengths, **options, hidden_size=10**30)
+    assert plan_microbatches([10**20, 10**20, 1], max_tokens=10**20) == [[0], [1], [2]]
 
 
 def test_best_fit_leaves_none_of_the_groups_asked_for_empty():
