@@ -223,6 +223,41 @@ def test_any_split_gives_the_same(weights, data, batch):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("layout", [fnppo.packed, fnppo.padded, fnppo.shared], ids=["packed", "padded", "shared"])
+@given(data=st.data(), batch=padded_batches(vocab_size=VOCAB, max_rows=5))
+def test_ranks_run_as_many_micro_batches(layout, data, batch):
+    """E8, I1: `min_groups` is the most that a rank needs; what is empty on the others changes no bit, and all ranks add up."""
+    batch = fnppo.token_mean(batch)
+    all_rows = range(batch.input_ids.shape[0])
+    rank_of = [data.draw(st.integers(0, 2)) for _ in all_rows]
+    ranks = [fnppo.select_rows(batch, [row for row in all_rows if rank_of[row] == rank]) for rank in range(3)]
+    lengths = [fnppo.lengths(rank) for rank in ranks]
+    plan = partial(fnppo.plan_microbatches, max_tokens=max(12, *fnppo.lengths(batch)))
+    most = max(1, *(len(plan(each)) for each in lengths))
+    plans = [plan(each, min_groups=most) for each in lengths]
+    assert [len(groups) for groups in plans] == [most] * 3
+    run = lambda batches: loss_and_grads("gpt2", batches, temperature=0.7)
+    results = []
+    for rank, groups in zip(ranks, plans, strict=True):
+        pieces = [layout.lay(fnppo.select_rows(rank, rows)) for rows in groups]
+        results.append(run(pieces))
+        full = [piece for piece, rows in zip(pieces, groups, strict=True) if rows]
+        if 0 < len(full) < most:
+            (loss, metrics), grads = run(full)
+            (with_empty, metrics_with_empty), grads_with_empty = results[-1]
+            same = zip(*(optree.tree_leaves(x) for x in ((loss, grads), (with_empty, grads_with_empty))), strict=True)
+            assert all(torch.equal(a, b) for a, b in same)
+            assert fnppo.summarize(metrics) == pytest.approx(
+                fnppo.summarize(metrics_with_empty), abs=0, rel=0, nan_ok=True
+            )
+        elif not full:
+            assert not any(leaf.any() for leaf in optree.tree_leaves((results[-1][0][0], results[-1][1])))
+    (loss, _), grads = run([fnppo.pack_sequences(batch)])
+    assert differences(sum(each[0][0] for each in results), loss) <= TOLERANCE
+    assert differences(optree.tree_map(lambda *leaves: sum(leaves), *(each[1] for each in results)), grads) <= TOLERANCE
+
+
+@pytest.mark.core
 @given(batch=padded_batches(vocab_size=VOCAB), temperature=TEMPERATURES)
 def test_inputs_and_global_random_state_are_left_alone(batch, temperature):
     """C7."""
