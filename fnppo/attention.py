@@ -32,6 +32,7 @@ from torch import Tensor
 from fnppo.arguments import check_count, check_floating, check_type
 from fnppo.segments import Segments
 from fnppo.transforms import derivative_order, inside_forward_mode, inside_transform
+from fnppo.tree_attention import can_walk, tree_attention
 
 Attention: TypeAlias = Callable[..., Tensor]
 
@@ -83,6 +84,8 @@ def sdpa_attention(
 ) -> Float[Tensor, "batch heads tokens value_dim"]:
     """torch's `scaled_dot_product_attention`, one call a packed segment, so the cost is Σ length², not (Σ length)².
 
+    On a CPU, segments that continue others go part by part through its kernel (`fnppo.tree_attention`).
+
     SDPA has no softcap and no sinks; segments of models that have them use the explicit formula, one at a time.
     """
     _check(query, key, value, segments, window)
@@ -97,8 +100,17 @@ def sdpa_attention(
         return fused(query, key, value, attn_mask=visible, enable_gqa=query.shape[1] != key.shape[1])
 
     outputs = []
-    queries, keys, gather = segments.packed
+    queries, keys, gather, _ = segments.packed
     if gather is not None:
+        seen = window is None or window >= max(keys)
+        if (
+            seen
+            and not special
+            and dropout == 0
+            and not inside_transform()
+            and can_walk(query, key, value, segments.packed)
+        ):
+            return tree_attention(query, key, value, segments.packed, scaling=scaling)
         key, value = (x.index_select(2, gather) for x in (key, value))
     walk = zip(query.split(queries, dim=2), key.split(keys, dim=2), value.split(keys, dim=2), strict=True)
     for q, k, v in walk:
@@ -296,7 +308,7 @@ def _boundaries(
     segment. Segments without queries are left out, since the kernels do not all bear them.
     """
     assert segments.packed is not None
-    queries, keys, gather = segments.packed
+    queries, keys, gather, _ = segments.packed
     kept = [i for i, length in enumerate(queries) if length > 0]
     if gather is not None:
         starts = [0, *accumulate(keys)]

@@ -5,7 +5,8 @@ rectangle. A query sees keys of its own segment and of those that it continues; 
 of positions sees finer segments (`chunks_of`).
 """
 
-from typing import NamedTuple
+import itertools
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,14 +31,22 @@ class Segments(NamedTuple):
     ancestors: Bool[Tensor, "segments segments"] | None = None
 
 
+Part: TypeAlias = tuple[slice, slice, bool]
+"""Queries, keys, and whether it is a causal triangle; else all of the queries see all of the keys."""
+
+
 class PackedSegments(NamedTuple):
     """Queries and keys of each segment. A segment that has a parent also reads the parent's keys, which then are
     gathered once for each child: key i of the walk is key `gather[i]` of the axis. None: every segment reads itself.
+
+    `parts` says the same without gathering: a triangle for each segment, then a rectangle for each segment and each run of
+    its descendants on the axis.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     gather: Int[Tensor, " keys"] | None
+    parts: tuple[Part, ...] | None = None
 
 
 def segments_of(inputs: PackedInputs | PaddedInputs) -> Segments:
@@ -62,8 +71,27 @@ def segments_of(inputs: PackedInputs | PaddedInputs) -> Segments:
     ancestors = torch.zeros(len(lines), len(lines), dtype=torch.bool, device="cpu")
     for segment, line in enumerate(lines):
         ancestors[segment, line] = True
-    packed = PackedSegments(lengths, keys, gather)
+    packed = PackedSegments(lengths, keys, gather, _parts(cu_seqlens.tolist(), lines))
     return Segments(ids, inputs.position_ids[None], packed, ancestors.to(device))
+
+
+def _parts(bounds: list[int], lines: list[list[int]]) -> tuple[Part, ...]:
+    """Of segments with these boundaries and lines of ancestors. Empty segments have none.
+
+    >>> _parts([0, 2, 3, 5], [[0], [0, 1], [0, 2]])[-1]
+    (slice(2, 5, None), slice(0, 2, None), False)
+    """
+    places = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    runs: dict[int, list[slice]] = {}  # of each segment, where its descendants stand
+    for *ancestors, segment in lines:
+        place = places[segment]
+        for ancestor in ancestors if place.start < place.stop else []:
+            before = runs.setdefault(ancestor, [])
+            joins = before and before[-1].stop == place.start
+            before.append(slice(before.pop().start if joins else place.start, place.stop))
+    triangles = [(place, place, True) for place in places if place.start < place.stop]
+    rectangles = [(run, places[ancestor], False) for ancestor, found in runs.items() for run in found]
+    return (*triangles, *(part for part in rectangles if part[1].start < part[1].stop))
 
 
 def chunks_of(segments: Segments, size: int) -> Segments:

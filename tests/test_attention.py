@@ -25,10 +25,10 @@ def packed(lengths):
     return PackedInputs(torch.zeros(total, dtype=torch.long), positions, tensor([0, *lengths]).cumsum(0).int())
 
 
-def tensors(heads, kv_heads, tokens, batch=1, seed=0):
+def tensors(heads, kv_heads, tokens, batch=1, seed=0, value_dim=3):
     g = torch.Generator().manual_seed(seed)
     draw = lambda h, d: torch.randn(batch, h, tokens, d, generator=g, dtype=F64)
-    return draw(heads, 4), draw(kv_heads, 4), draw(kv_heads, 3)
+    return draw(heads, 4), draw(kv_heads, 4), draw(kv_heads, value_dim)
 
 
 def one_query_at_a_time(query, key, value, sequences, *, scaling, window=None, chunk=None, softcap=None, sinks=None):
@@ -252,13 +252,13 @@ def trees(draw):
 
 @pytest.mark.core
 @pytest.mark.parametrize("backend", [math_attention, sdpa_attention, choose_attention])
-@given(tree=trees(), asked=ASKED)
-def test_trees_of_segments(backend, tree, asked):
-    """Nested to any depth, with empty segments anywhere, in value and gradient."""
+@given(tree=trees(), asked=ASKED, value_dim=st.sampled_from([3, 4]))
+def test_trees_of_segments(backend, tree, asked, value_dim):
+    """Nested to any depth, with empty segments anywhere, in value and gradient; queries and values of one size or two."""
     if asked["sinks"]:
         asked = asked | {"sinks": torch.linspace(-1, 1, 4, dtype=F64)}
     inputs, lines = tree
-    qkv = [x.requires_grad_() for x in tensors(4, 2, inputs.input_ids.numel())]
+    qkv = [x.requires_grad_() for x in tensors(4, 2, inputs.input_ids.numel(), value_dim=value_dim)]
     output = run(backend, qkv, inputs, **asked)
     for line in lines:
         expected = one_query_at_a_time(*qkv, [[line]], **asked)
