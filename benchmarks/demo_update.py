@@ -50,9 +50,11 @@ def plain(module, batch):
 def ours(params, policy, batch, *, layout):
     """The same by fnppo."""
 
+    loss_of = partial(fnppo.ppo_loss, clip_high=0.28, dual_clip=None, entropy_coef=0.001)
+
     def loss_fn(params, micro_batch):
-        stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=1.0)
-        return fnppo.ppo_loss(stats, micro_batch.targets, clip_high=0.28, dual_clip=None, entropy_coef=0.001)
+        stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=1.0, loss=loss_of)
+        return loss_of(stats, micro_batch.targets)
 
     batch = fnppo.token_mean(batch)
     micro_batches = (layout.lay(fnppo.select_rows(batch, rows)) for rows in layout.plan(batch, MAX_TOKENS))

@@ -74,9 +74,11 @@ def demo(
     schedule = fnppo.linear(learning_rate, learning_rate / 10, steps=max(steps, 1))
     optimizer = fnppo.skip_nonfinite(fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(schedule)))
 
+    loss = partial(fnppo.ppo_loss, clip_high=0.28, kl_coef=kl_coef)
+
     def loss_fn(params: fnppo.Params, micro_batch: fnppo.ModelBatch) -> tuple[torch.Tensor, fnppo.Metrics]:
-        stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=temperature)
-        return fnppo.ppo_loss(stats, micro_batch.targets, clip_high=0.28, kl_coef=kl_coef)
+        stats = fnppo.forward_logprobs(params, micro_batch, policy=policy, temperature=temperature, loss=loss)
+        return loss(stats, micro_batch.targets)
 
     def ask(asked: list[Question]) -> list[list[int]]:
         return [encode(tokenizer, question.text) for question in asked]
