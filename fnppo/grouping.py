@@ -36,7 +36,7 @@ def group_items(sizes: list[int], works: list[int], *, limit: int, min_groups: i
     >>> group_items([5, 4, 3, 3], [25, 16, 9, 9], limit=9)
     [[0, 3], [1, 2]]
     """
-    limit = max(min(limit, sum(sizes)), 1)
+    limit = max(min(limit, sum(sizes)), 1)  # beyond that it limits nothing, and need not fit into 64 bits
     order, size, work = _largest_first(sizes, works)
     fewest = max(-(-sum(sizes) // limit), int((2 * size > limit).sum()), min(len(sizes), 1))
     least_work = one_by_one if max(fewest, min_groups) < 64 else in_rounds  # which is faster; the plan is the same
@@ -109,6 +109,7 @@ def in_rounds(size: Numbers, work: Numbers, limit: int, count: int) -> tuple[Num
         low = low[np.argsort(done[low], kind="stable")][: len(size) - start]
         sizes, before, after = size[start : start + len(low)], done[low], done[low] + work[start : start + len(low)] + 1
         ends = sizes > room[low]
+        # its turn comes after that of a group that has got an item in this round
         ends[1:] |= before[1:] >= np.minimum.accumulate(after)[:-1]
         turns = int(ends.argmax()) if ends.any() else len(low)
         if turns == 0:  # no room
@@ -128,12 +129,11 @@ def _best_fit(size: Numbers, room: Numbers, limit: int) -> list[int]:
     takes as many as it has room for.
     """
     order = np.argsort(-room, kind="stable").tolist()
-    first = np.flatnonzero(np.diff(room[order], prepend=limit + 1)).tolist()
-    stops = [*first[1:], len(order)]
-    closed = [
-        (-int(room[order[a]]), a, b) for a, b in zip(first, stops, strict=False)
-    ]  # without room for the size at hand
-    fitting: list[tuple[int, int, int]] = []  # (room, first, stop), the fullest first: with room for it
+    closed: list[tuple[int, int, int]] = []  # (-room, start, stop) of such ranges: without room for the size at hand
+    fitting: list[tuple[int, int, int]] = []  # (room, start, stop): with room for it
+    for free, count in Counter(room[order].tolist()).items():
+        start = closed[-1][2] if closed else 0
+        closed.append((-free, start, start + count))
     dealt: list[int] = []
     for item_size, left in Counter(size.tolist()).items():
         while closed and -closed[0][0] >= item_size:
