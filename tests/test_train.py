@@ -341,7 +341,7 @@ def test_the_logits_of_a_micro_batch_are_gone_before_the_next(monkeypatch):
         gc.collect()
         held.append(sum(ref() is not None for ref in alive))
         original(self, *args)
-        alive.extend(weakref.ref(buffer) for buffer in self.buffers)
+        alive.extend(weakref.ref(buffer) for buffer in (self.chunk, *self.block))
 
     held = []
     monkeypatch.setattr(logit_chunks.Workspace, "__init__", counted)
