@@ -45,7 +45,7 @@ mutation-sample: $(VENV)/.mutation
 parity: $(VENV)/.dev $(PEERS:%=build/parity/%/.ready)
 	$(BIN)/python benchmarks/parity/run.py --peers $(PEERS) $(ARGS)
 
-# Writes docs/pages/benchmark.md; 25 minutes on two quiet cores. ARGS="--only fnppo plain --rounds 1" prints some of it.
+# Writes docs/pages/benchmark.md; half an hour on two quiet cores. ARGS="--only fnppo plain --rounds 1" prints some of it.
 bench: $(VENV)/.dev build/parity/verl-0.7.0/.ready build/parity/trl-1.16.0/.ready
 	$(BIN)/python benchmarks/peers/run.py --json build/bench.json $(ARGS)
 

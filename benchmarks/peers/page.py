@@ -29,7 +29,7 @@ def write_page(data: dict[str, Any], file: Path | None) -> str:
             what: max(each[what] for each in found["apart"].values()) for what in next(iter(found["apart"].values()))
         }
         parts.append(
-            f"Before the clock started, all agreed: log-probs to {worst['logprobs']:.0e} and entropies to "
+            f"Before the updates were timed, all agreed: log-probs to {worst['logprobs']:.0e} and entropies to "
             f"{worst['entropies']:.0e} nats, gradients to {worst['gradients']:.0e} of their length.\n"
         )
         if "profile" in found:
@@ -55,7 +55,7 @@ def table(found: dict[str, Any], work: str) -> str:
         peak = found["flops"] * share / median / found["median_peak"]
         lines.append(
             f"| {name} | {median:.2f} | {found['tokens'] / median:,.0f} | {ratio:.2f}x | {peak:.0%} | "
-            f"{memory[name]['peak'] / 1024:.2f} GiB |"
+            f"{memory[name] / 1024:.2f} GiB |"
         )
     return "\n".join(lines) + "\n"
 
@@ -71,7 +71,7 @@ def profile(found: dict[str, dict[str, float]]) -> str:
 
 HEAD = """# Benchmark: log-probs and update beside verl, TRL and a plain loop
 
-`make bench` writes this page (some 25 minutes, and the package registry for verl and TRL on the first run). {date}, torch
+`make bench` writes this page (some half an hour, and the package registry for verl and TRL on the first run). {date}, torch
 {torch}, {threads} threads, float32, medians of {rounds} rounds; {versions}.
 
 The model is a small Llama (6 layers, hidden size 256, a vocabulary of 32,000). Every contender is a process of its own and

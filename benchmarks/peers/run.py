@@ -1,11 +1,11 @@
 """fnppo's log-probs and update beside those of verl's actor, TRL's log-prob path and a plain padded loop.
 
-    make bench                                            writes docs/pages/benchmark.md; some 25 minutes
+    make bench                                            writes docs/pages/benchmark.md; some half an hour
     python benchmarks/peers/run.py --workloads W2 --rounds 1 --only fnppo plain
 
 Every contender is a process of its own (see `serve.py`), with the same weights, batch and limit of tokens, in float32.
-Before the clock starts, log-probs, entropies and clipped gradients of all are compared. Then they work in turn, and what
-counts is the ratio within a round. verl and TRL run in the environments that `make parity` creates.
+They work in turn, and what counts is the ratio within a round. Log-probs, entropies and clipped gradients of all are compared
+before their updates are timed. verl and TRL run in the environments that `make parity` creates.
 """
 
 import argparse
@@ -138,30 +138,29 @@ def measure(name: str, names: list[str], options: argparse.Namespace) -> dict[st
         file = Path(folder) / "workload.pt"
         batch = prepare(name, file, max_tokens=options.max_tokens, threads=options.threads)
         responses = WORKLOADS[name]["response"]
-        result: dict[str, Any] = {"work": {}, "peaks": [], "versions": {}}
-        for work in ("logprobs", "update"):
-            sides = [Side(each, file) for each in names]
-            result["versions"] |= {side.name: side.version for side in sides}
-            if work == "logprobs":
-                result["apart"] = check(sides, batch.loss_mask[:, -responses:], Path(folder))
-                print(f"{name}: all agree to {AGREE}", flush=True)
-                for side in sides:  # fresh ones: the check has updated, which needs more memory
-                    side.end()
-                sides = [Side(each, file) for each in names]
+        sides = [Side(each, file) for each in names]
+        result: dict[str, Any] = {"work": {}, "peaks": [], "versions": {side.name: side.version for side in sides}}
+
+        def in_turn(work: str) -> None:
+            """All sides in every round, each round from another one on."""
             rounds: dict[str, list[float]] = {each: [] for each in names}
-            memory: dict[str, dict[str, float]] = {}
+            memory: dict[str, float] = {}
             for number in range(options.rounds):
                 result["peaks"].append(peak_of_products(options.threads))
                 for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
                     answer = side.ask(work)
                     rounds[side.name].append(answer["seconds"])
-                    memory[side.name] = {"peak": answer["peak"], "before": answer["before"]}
+                    memory[side.name] = answer["peak"]
                     print(f"{name} {work}, round {number + 1}: {side.name} {answer['seconds']:.2f} s", flush=True)
-            if work == "update":
-                result["profile"] = {side.name: side.ask("profile")["kinds"] for side in sides}
-            for side in sides:
-                side.end()
             result["work"][work] = {"seconds": rounds, "memory": memory}
+
+        in_turn("logprobs")
+        result["apart"] = check(sides, batch.loss_mask[:, -responses:], Path(folder))  # the first update warms up, too
+        print(f"{name}: all agree to {AGREE}", flush=True)
+        in_turn("update")
+        result["profile"] = {side.name: side.ask("profile")["kinds"] for side in sides if "fnppo" in side.name}
+        for side in sides:
+            side.end()
         result |= {"tokens": sum(fnppo.lengths(batch)), "targets": int(batch.loss_mask.sum()), "flops": flops(batch)}
         result["padded"] = batch.input_ids.numel()
         result["median_peak"] = statistics.median(result["peaks"])

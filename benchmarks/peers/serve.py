@@ -44,7 +44,6 @@ def serve(make: Callable[[dict[str, Any], str], Contender]) -> None:
     sys.stdout = sys.stderr  # where what the libraries print does no harm
     contender = make(workload, mode)
     print(json.dumps({"version": contender.version}), file=answers, flush=True)
-    before = resident("VmRSS")
     for line in sys.stdin:
         work, _, argument = line.strip().partition(" ")
         start = time.perf_counter()
@@ -58,13 +57,13 @@ def serve(make: Callable[[dict[str, Any], str], Contender]) -> None:
         else:
             getattr(contender, work)()
             answer = {"seconds": time.perf_counter() - start}
-        answer |= {"peak": resident("VmHWM"), "before": before}
+        answer["peak"] = most_resident()
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def resident(which: str) -> float:
-    """MiB of this process: now (VmRSS) or at most (VmHWM)."""
-    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def most_resident() -> float:
+    """MiB of this process when it had most of them."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else float("nan")
 
 
