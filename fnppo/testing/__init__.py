@@ -11,6 +11,7 @@ from fnppo.testing.equivalence import (
     assert_rows_independent,
     everyday_batches,
 )
+from fnppo.testing.live_bytes import LiveBytes
 from fnppo.testing.models import tiny_llama
 from fnppo.testing.oracle import (
     float64_everywhere,
@@ -23,6 +24,7 @@ from fnppo.testing.oracle import (
 from fnppo.testing.strategies import branching_batches, padded_batches, splits, tiny_models
 
 __all__ = [
+    "LiveBytes",
     "assert_layout_invariant",
     "assert_masked_values_unread",
     "assert_microbatch_invariant",
