@@ -1,4 +1,4 @@
-"""What only a GPU can tell, in one file. It is made to take under five minutes.
+"""What only a GPU can tell. It is made to take under five minutes.
 
     python benchmarks/gpu_check.py                        on a GPU: parity, remat, speed and memory
     python benchmarks/gpu_check.py --small --device cpu   the same code on tiny models, to test this script
@@ -15,13 +15,13 @@ import dataclasses
 import json
 import statistics
 import sys
-import time
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
 import torch
+from arithmetic import matmul_rate, timed, work_of
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -34,7 +34,6 @@ from transformers import (
 )
 
 import fnppo
-from fnppo.layouts import Layout, shared
 
 BACKENDS = (fnppo.sdpa_attention, fnppo.varlen_attention, fnppo.flash_attention)
 TINY = {
@@ -154,23 +153,6 @@ def failed(name: str, error: Exception) -> Line:
     return Line(name, "WRONG", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
-def matmul_peak(device: str, size: int) -> float:
-    """FLOP/s of products of square matrices in bfloat16."""
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    seconds = [timed(device, lambda: [a @ a for _ in range(10)]) for _ in range(3)][1:]
-    return 10 * 2 * size**3 / min(seconds)
-
-
-def timed(device: str, run: Any) -> float:
-    """Seconds, until the device is done."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    wait()
-    start = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - start
-
-
 def model_of(shape: str, vocab: int) -> Qwen2ForCausalLM:
     """Qwen2 with random weights, in float32."""
     hidden, inner, layers, heads, kv_heads = SHAPES[shape]
@@ -183,31 +165,17 @@ def model_of(shape: str, vocab: int) -> Qwen2ForCausalLM:
     )  # fmt: skip
 
 
-def flops_of(shape: str, vocab: int, batch: fnppo.PaddedBatch, layout: Layout) -> float:
-    """Of the matrix products of an update, forward and backward, none of them done twice."""
-    hidden, inner, layers, heads, kv_heads = SHAPES[shape]
-    dim = hidden // heads
-    per_token = layers * (2 * hidden * (heads + kv_heads) * dim + 3 * hidden * inner)
-    parts = [(0, length) for length in fnppo.lengths(batch)]
-    if layout is shared:
-        tree = fnppo.prefix_tree(batch)
-        parts = list(zip(tree.starts, tree.stops, strict=True))
-    tokens = sum(stop - start for start, stop in parts)
-    pairs = sum((stop * (stop + 1) - start * (start + 1)) / 2 for start, stop in parts)
-    head = int(batch.loss_mask.sum()) * hidden * vocab
-    return 3 * 2 * (per_token * tokens + head + layers * 2 * pairs * heads * dim)
-
-
 def speed(device: str, shape: str, *, vocab: int, rounds: int, max_tokens: int, work: dict[str, int]) -> Any:
     """A line for each layout, with and without remat: the medians of whole updates."""
     cuda = device.startswith("cuda")
-    peak = matmul_peak(device, 8192 if cuda else 512)
+    peak = matmul_rate(device, torch.bfloat16, size=8192 if cuda else 512)
     yield Line("matrix products in bfloat16", "ok", f"{peak / 1e12:.3g} TFLOP/s")
     batch = rollouts(**work, vocab=vocab, device=device)
     optimizer = fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(1e-6))
     first = None
     for remat in (False, True):
-        policy, params = fnppo.functional_policy(model_of(shape, vocab).to(device), remat=remat)
+        module = model_of(shape, vocab)
+        policy, params = fnppo.functional_policy(module.to(device), remat=remat)
         loss_fn, state = loss_of(policy, torch.bfloat16), optimizer.init(params)
         for name in ("packed", "shared"):
             layout = getattr(fnppo, name)
@@ -229,12 +197,13 @@ def speed(device: str, shape: str, *, vocab: int, rounds: int, max_tokens: int, 
             memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if cuda else ""
             found = metrics["policy_loss"], metrics["entropy"], metrics["grad_norm"]
             first = first or found
+            flops = sum(work_of(module.config, batch, layout))
             same = all(abs(a - b) < 0.02 * max(abs(b), 1) for a, b in zip(found, first, strict=True))
             yield Line(
                 line,
                 "ok" if same else "WRONG",
                 f"{seconds:.2f} s, {sum(fnppo.lengths(batch)) / seconds:,.0f} tokens/s, MFU "
-                f"{flops_of(shape, vocab, batch, layout) / seconds / peak:.0%}{memory}, gradient norm {found[2]:.4f}",
+                f"{flops / seconds / peak:.0%}{memory}, gradient norm {found[2]:.4f}",
             )
 
 
