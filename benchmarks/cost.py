@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 QUICK = Sizes(
-    hidden=16, inner=32, layers=2, vocab=64, length=8, tokens=(32, 64), most_tokens=32, rows=(2, 4), tokens_of_rows=64,
+    hidden=16, inner=32, layers=2, vocab=64, length=16, tokens=(32, 64), most_tokens=32, rows=(2, 4), tokens_of_rows=64,
     responses=(1, 2, 4), vocabs=(32, 64), depths=(1, 2), targets=(8, 32), vocab_of_targets=100,
 )  # fmt: skip
 

@@ -85,7 +85,7 @@ def draw(data: dict[str, Any], out: Path) -> None:
     for name, sweep in data["sweeps"].items():
         made, (left, right) = figure(2)
         times = Curve(left, x=sweep["axis"], y="seconds", title="time of an update")
-        peaks = Curve(right, x=sweep["axis"], y="MiB", title="peak memory above parameters and moments", ylog=False)
+        peaks = Curve(right, x=sweep["axis"], y="MiB above parameters and moments", title="peak memory", ylog=False)
         series = by_series(sweep["rows"])
         for label, rows in series.items():
             xs = [row["x"] for row in rows]

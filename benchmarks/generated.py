@@ -69,6 +69,9 @@ class Curve:
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         if ylog:
             axes.set_yscale("log")
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks(lambda value, _: f"{value:g}")
+            axes.tick_params(axis="y", which="minor", labelsize=6)
         axes.grid(True, which="major", color="0.85", linewidth=0.6)
 
     def add(self, name: str, xs: Sequence[float], ys: Sequence[float]) -> None:

@@ -50,18 +50,32 @@ def check_number(
     """
     if isinstance(value, Tensor) and inside_transform():
         return
+    limits = (least, above, most, below, infinite)
     try:
-        number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
-        good = (number >= least) & (number <= most) & (number.isfinite() | (infinite & number.isinf()))
-        good = good & ((number > above) | (above == -math.inf)) & ((number < below) | (below == math.inf))
-        if number.numel() and bool(good.all()):
+        good = _number_is_within(value, *limits) if isinstance(value, int | float) else _all_are_within(value, *limits)
+        if good:
             return
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     low = f" above {above}" if above > -math.inf else f" of at least {least}" if least > -math.inf else ""
     high = f" below {below}" if below < math.inf else f" of at most {most}" if most < math.inf else ""
     kind = "a number" if infinite else "a finite number"
     raise ValueError(f"{name} is {value}; it must be {kind}{' and'.join(filter(None, (low, high)))}. {remedy}")
+
+
+def _number_is_within(number: float, least: float, above: float, most: float, below: float, infinite: bool) -> bool:
+    """In plain Python, which is quick, and which torch.compile reads without a question to a tensor."""
+    known = math.isfinite(number) or (infinite and math.isinf(number))
+    from_below = least <= number and (number > above or above == -math.inf)
+    return known and from_below and number <= most and (number < below or below == math.inf)
+
+
+def _all_are_within(value: Any, least: float, above: float, most: float, below: float, infinite: bool) -> bool:
+    """The same of the numbers in a tensor, or in what torch can make one of."""
+    number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+    good = (number >= least) & (number <= most) & (number.isfinite() | (infinite & number.isinf()))
+    good = good & ((number > above) | (above == -math.inf)) & ((number < below) | (below == math.inf))
+    return bool(number.numel()) and bool(good.all())
 
 
 def check_hyper(name: str, number: Any, per_target: Tensor | None = None, **limits: Any) -> None:

@@ -34,10 +34,13 @@ class Impossible(ValueError):
 
 
 def register() -> None:
-    """Make the attention known to transformers under `NAME`, with the function that it calls in place of building masks."""
+    """Make the attention known to transformers under `NAME`, with the function that it calls in place of building masks.
+
+    torch.compile leaves the attention out: read as code, it would be the explicit mask, made anew for each list of lengths.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(NAME, window_mark)
 
 

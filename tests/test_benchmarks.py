@@ -59,11 +59,11 @@ def test_shared_prompts_are_work_once():
     from arithmetic import work_of
 
     config = tiny_llama().config
-    rows = fnppo.padded_batch([[1, 2, 3]] * 3, [[4, 5]] * 3)
+    rows = fnppo.padded_batch([list(range(1, 11))] * 3, [[11], [12, 1], [4, 5]])
     packed, shared = (work_of(config, rows, layout) for layout in (fnppo.packed, fnppo.shared))
     assert shared.head == packed.head
-    assert shared.layers / packed.layers == (3 + 3 * 2) / (3 * 5)
-    assert shared.attention / packed.attention == (6 + 3 * (4 + 5)) / (3 * 15)
+    assert shared.layers / packed.layers == (10 + 1 + 2 + 2) / (11 + 12 + 12)
+    assert shared.attention / packed.attention == pytest.approx((55 + 11 + 23 + 23) / (66 + 78 + 78))
 
 
 def test_exponents():
@@ -112,3 +112,29 @@ def test_the_formula_of_the_peak_is_what_is_counted(max_tokens):
         with LiveBytes() as memory:
             updates.run(point)
         assert memory.peak == pytest.approx(updates.expected_peak(point), rel=0.03), rows
+
+
+def test_what_is_compiled_is_exact(tmp_path):
+    """Without code generation: the same bits, and one set of graphs for all lengths of layers and loss."""
+    run_quick("compile.py", tmp_path)
+    check_page("compile.md", tmp_path)
+    rows = {row["part"]: row for row in json.loads((tmp_path / "plots/compile.json").read_text())["rows"]}
+    assert set(rows) == {"layers", "loss", "head"}
+    assert rows["layers"]["apart"] == rows["loss"]["apart"] == 0
+    assert rows["head"]["apart"] < 1e-5  # eager walks through blocks, compiled it is the definition
+    assert rows["layers"]["again"] == rows["loss"]["again"] == 0
+    assert rows["loss"]["breaks"] == 0
+    assert rows["layers"]["breaks"] == 1  # at attention
+
+
+def test_half_precision_is_measured(tmp_path):
+    """Errors are in the order of the digits of the dtypes, and padded is packed but for rounding."""
+    run_quick("precision.py", tmp_path)
+    check_page("precision.md", tmp_path)
+    data = json.loads((tmp_path / "plots/precision.json").read_text())
+    errors = {(row["dtype"], row["layout"]): row for row in data["errors"] if row["scale"] or row["dtype"] != "float16"}
+    for kind in ("logprob_max", "logprob_mean", "entropy_mean", "gradient"):
+        for layout in ("packed", "padded"):
+            found = [errors[dtype, layout][kind] for dtype in ("float32", "float16", "bfloat16")]
+            assert 0 < 30 * found[0] < found[1] < found[2] < 0.2, kind
+    assert data["pairs"][-1]["max"] < 1e-5  # both in float32
