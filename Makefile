@@ -1,5 +1,5 @@
 # make test    everything that must hold, in an environment of its own
-# make nightly the core properties with 10,000 examples each, a line for each as it ends
+# make nightly the core properties with 10,000 examples each, and the slow tests; a line for each as it ends
 # make docs    the pages of docs/ as a site in build/docs
 # make parity  losses, KL estimators and advantages beside those of verl and TRL; needs the package registry
 # make bench   log-probs and updates beside verl, TRL and a plain loop; needs the package registry
@@ -26,7 +26,7 @@ demo: $(VENV)/.demo
 	$(BIN)/fnppo demo --model $(MODEL) $(ARGS)
 
 nightly: $(VENV)/.dev
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -vv -n 2 -m core --durations=0 tests
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -vv -n 2 -m 'core or slow' --durations=0 tests
 
 # Every mutant of the modules in pyproject.toml, and every survivor against tests/mutation_survivors.toml: half an hour.
 mutation: $(VENV)/.mutation

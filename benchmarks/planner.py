@@ -14,9 +14,9 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +104,8 @@ def check_against_the_whole(lengths: list[int], plan: list[list[int]]) -> None:
     assert sorted(map(sorted, found)) == sorted(map(sorted, plan)), "verl's rearrange_micro_batches plans otherwise"
 
 
-def measure(side: str, name: str, rows: int, repeat: int, max_gib: int) -> dict[str, Any]:
-    """In a process of its own: the plan of one side in numbers, the least time of several, the memory of the first.
+def measure(side: str, name: str, rows: int, repeat: int, max_gib: int, max_seconds: int) -> dict[str, Any]:
+    """In a process of its own: the plan of one side in numbers, the least CPU time of several, the memory of the first.
 
     Memory is the growth of the peak over what was resident before the call, when the list of lengths was there.
     """
@@ -114,13 +114,14 @@ def measure(side: str, name: str, rows: int, repeat: int, max_gib: int) -> dict[
     plan_by([1, 2, 3])  # imports
     if max_gib:
         resource.setrlimit(resource.RLIMIT_AS, (max_gib << 30, max_gib << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (max_seconds, max_seconds + 5))
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     seconds = []
     for turn in range(repeat):
-        start = time.perf_counter()
+        start = time.process_time()
         plan = plan_by(lengths)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         if turn == 0:
             growth = resident("VmHWM") - before
     if side == "verl" and rows <= 300:
@@ -139,26 +140,20 @@ def resident(field: str) -> int:
 
 
 def in_a_child(side: str, name: str, rows: int, arguments: argparse.Namespace) -> Plan:
-    """`measure` under the interpreter of a side, with a limit of time and, for verl, of memory."""
-    python, limit, seconds, repeat = sys.executable, 0, None, arguments.repeat
+    """`measure` under the interpreter of a side, with limits of CPU time and memory for verl."""
+    python, numbers = sys.executable, (arguments.repeat, 0, 0)
     if side == "verl":
-        python, limit, seconds, repeat = arguments.verl, arguments.gib, arguments.seconds, 1
+        python, numbers = arguments.verl, (1, arguments.gib, arguments.seconds)
+    child = [python, __file__, "--measure", side, name, *map(str, (rows, *numbers))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as errors:
-        child = [python, __file__, "--measure", side, name, str(rows), str(repeat), str(limit)]
-        try:
-            done = subprocess.run(
-                child, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=seconds, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            return Plan(failed=f"over {seconds} s")
-        errors.seek(0)
-        told = errors.read()
+    done = subprocess.run(child, capture_output=True, text=True, env=environment)
     if done.returncode == 0:
         return Plan(**json.loads(done.stdout.splitlines()[-1]))
-    if "MemoryError" in told or done.returncode < 0:
-        return Plan(failed=f"over {limit} GiB")
-    sys.exit(f"{side} failed:\n{told[-3000:]}")
+    if done.returncode == -signal.SIGXCPU:
+        return Plan(failed=f"over {arguments.seconds} s")
+    if "MemoryError" in done.stderr:
+        return Plan(failed=f"over {arguments.gib} GiB")
+    sys.exit(f"{side} failed with {done.returncode}:\n{done.stderr[-3000:]}")
 
 
 def line(name: str, rows: int, ours: Plan, theirs: Plan) -> str:
@@ -215,7 +210,7 @@ forward. Written by `python benchmarks/planner.py --write`.
   plan again with that as `min_groups`: each rank has as many, and a micro-batch without rows adds exactly nothing to loss
   and gradients (`test_ranks_run_as_many_micro_batches` in `tests/test_exactness.py`).
 
-A plan changes memory and time, never a number: the weights of the loss are made before it ([the one idea](index.md)).
+A plan changes memory and time, never a number: the weights of the loss are made before it.
 
 ## How it works
 
@@ -227,29 +222,30 @@ A plan changes memory and time, never a number: the weights of the loss are made
 4. Where that makes over 2% more than the bound, best fit alone is tried too, and the plan with fewer micro-batches is
    taken.
 5. Many rows are dealt in one step: in 2, one each to all micro-batches whose turn comes before any has a second one; in
-   3, all rows of one length to all micro-batches with the same room. The plan is that of one row after the other.
+   3, all rows of one length to all micro-batches with the same room. Micro-batches hold as many tokens as if one row were
+   dealt after the other.
 
 ## Beside verl
 
 With `use_dynamic_bsz`, verl 0.7.0 makes as many micro-batches as all tokens by the limit, rounded up (at most as many as
 there are rows), and divides the work over them by Karmarkar and Karp's differencing method (`rearrange_micro_batches` in
 `verl/utils/seqlen_balancing.py`). The limit takes part in their number only: what a micro-batch then holds is not compared
-with it. So the work is balanced better, and micro-batches exceed the limit. A row longer than the limit is refused there
-too. The time is without the copies of the rows.
+with it. So the work is balanced better, and micro-batches exceed the limit. It asserts that no row is longer than the limit
+(that the width is not, where the batch is padded). The time is without the copies of the rows.
 
 Row lengths, with a limit of {MAX_TOKENS:,} tokens:
 
 {kinds}
 
-*over the limit* counts micro-batches (fnppo has none), *the fullest* is how far the largest goes over it. *s* is one plan, of fnppo the
-least of {arguments.repeat}; *MiB* is how far the peak of resident memory grows in the call, in a process of its own, beyond the list of
-lengths (one of a million is some 40 MiB). verl was stopped where it took over {arguments.seconds} s or {arguments.gib} GiB, and larger batches of that
-kind were then left out.
+*over the limit* counts micro-batches (fnppo has none), *the fullest* is how far the largest goes over it. *s* is CPU time
+of one plan, of fnppo the least of {arguments.repeat}. *MiB* is how far the peak of resident memory grows in the call, in a process of
+its own; the list of lengths was there before (a million of them are some 40 MiB). verl was stopped where it took over
+{arguments.seconds} s of CPU time or {arguments.gib} GiB, and larger batches of that kind were then left out.
 
 {HEAD}{chr(10).join(lines)}
 
-Measured on {datetime.date.today().isoformat()}, on {os.cpu_count()} CPU cores, each plan on one of them, with other work on the machine: a loop
-of 3 million additions took {calibration:.2f} s in the same Python, where it takes from 0.15 to 0.2 s on a quiet one.
+Measured on {datetime.date.today().isoformat()}, on a machine with {os.cpu_count()} CPU cores and other work on them. A plan uses one. A Python loop of
+3 million additions took {calibration:.2f} s of CPU time meanwhile, and takes from 0.15 to 0.2 s where nothing else runs.
 
 ## The source
 
@@ -259,10 +255,10 @@ of 3 million additions took {calibration:.2f} s in the same Python, where it tak
 
 def additions() -> float:
     """Seconds for 3 million additions in a loop: how fast the machine is now."""
-    start, total = time.perf_counter(), 0
+    start, total = time.process_time(), 0
     for number in range(3_000_000):
         total += number
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -271,11 +267,11 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[300, 2_000, 20_000, 1_000_000], help="sizes of a batch")
     parser.add_argument("--only", nargs="+", choices=list(NAMES), default=list(NAMES), help="distributions of lengths")
     parser.add_argument("--repeat", type=int, default=3, help="calls of fnppo, of which the fastest counts (verl: 1)")
-    parser.add_argument("--seconds", type=int, default=120, help="limit of time of a process of verl")
+    parser.add_argument("--seconds", type=int, default=120, help="limit of CPU time of a process of verl")
     parser.add_argument("--gib", type=int, default=8, help="limit of memory of a process of verl")
     parser.add_argument("--verl", type=Path, default=VERL, help="interpreter of the environment that has verl 0.7.0")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.measure:

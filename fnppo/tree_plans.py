@@ -40,7 +40,7 @@ def plan_shared_microbatches(
     sizes = [stop - start for start, stop in zip(tree.starts, tree.stops, strict=True)]
     works = [work(stop) - work(start) for start, stop in zip(tree.starts, tree.stops, strict=True)]
     lines = tree.lines()
-    parts = in_order(_halved(_parts(tree, sizes, works, limit), tree, works, min_groups))
+    parts = in_order(_halved(_parts(tree, sizes, works, limit), tree, lines, works, min_groups))
     laid = [{stretch for row in part for stretch in lines[tree.ends[row]]} for part in parts]
     plan = group_items(
         [sum(sizes[stretch] for stretch in part) for part in laid],
@@ -65,7 +65,7 @@ def _parts(tree: PrefixTree, sizes: list[int], works: list[int], limit: int) -> 
     A small part that is left over goes with those of other roots. Where there is one root, no other is there to take it, so
     the parts are balanced.
     """
-    after: list[list[_Part]] = [[] for _ in [*sizes, "the roots, as number -1"]]
+    after: list[list[_Part]] = [[] for _ in range(len(sizes) + 1)]  # the last, which is number -1, is for the roots
     for row, end in enumerate(tree.ends):
         after[end].append(_Part([row], 0, 0))
     one_root = tree.parents.count(-1) == 1
@@ -85,11 +85,10 @@ def _parts(tree: PrefixTree, sizes: list[int], works: list[int], limit: int) -> 
     return [part.rows for part in after[-1]]
 
 
-def _halved(parts: list[list[int]], tree: PrefixTree, works: list[int], count: int) -> list[list[int]]:
+def _halved(
+    parts: list[list[int]], tree: PrefixTree, lines: list[list[int]], works: list[int], count: int
+) -> list[list[int]]:
     """Halve the part with the most work after its first branch until there are `count`, or no part has two rows."""
-    if len(parts) >= count:
-        return parts
-    lines = tree.lines()
 
     def work_after(common: int, rows: list[int]) -> int:
         return sum(

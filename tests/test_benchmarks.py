@@ -73,6 +73,7 @@ def test_exponents():
     assert exponent([1, 2, 4], [5, 5, 5]) == 0
 
 
+@pytest.mark.slow
 def test_the_curves_of_cost(tmp_path):
     run_quick("cost.py", tmp_path)
     check_page("cost.md", tmp_path)
@@ -114,27 +115,18 @@ def test_the_formula_of_the_peak_is_what_is_counted(max_tokens):
         assert memory.peak == pytest.approx(updates.expected_peak(point), rel=0.03), rows
 
 
-def test_what_is_compiled_is_exact(tmp_path):
-    """Without code generation: the same bits, and one set of graphs for all lengths of layers and loss."""
-    run_quick("compile.py", tmp_path)
-    check_page("compile.md", tmp_path)
-    rows = {row["part"]: row for row in json.loads((tmp_path / "plots/compile.json").read_text())["rows"]}
-    assert set(rows) == {"layers", "loss", "head"}
-    assert rows["layers"]["apart"] == rows["loss"]["apart"] == 0
-    assert rows["head"]["apart"] < 1e-5  # eager walks through blocks, compiled it is the definition
-    assert rows["layers"]["again"] == rows["loss"]["again"] == 0
-    assert rows["loss"]["breaks"] == 0
-    assert rows["layers"]["breaks"] == 1  # at attention
-
-
-def test_half_precision_is_measured(tmp_path):
-    """Errors are in the order of the digits of the dtypes, and padded is packed but for rounding."""
-    run_quick("precision.py", tmp_path)
-    check_page("precision.md", tmp_path)
-    data = json.loads((tmp_path / "plots/precision.json").read_text())
-    errors = {(row["dtype"], row["layout"]): row for row in data["errors"] if row["scale"] or row["dtype"] != "float16"}
-    for kind in ("logprob_max", "logprob_mean", "entropy_mean", "gradient"):
-        for layout in ("packed", "padded"):
-            found = [errors[dtype, layout][kind] for dtype in ("float32", "float16", "bfloat16")]
-            assert 0 < 30 * found[0] < found[1] < found[2] < 0.2, kind
-    assert data["pairs"][-1]["max"] < 1e-5  # both in float32
+@pytest.mark.slow
+def test_contenders_agree(tmp_path):
+    """fnppo in both layouts and a plain loop: the same numbers, and figures of each."""
+    script, data = ROOT / "benchmarks/peers/run.py", tmp_path / "found.json"
+    options = ["--workloads", "tiny", "--rounds", "1", "--only", "fnppo", "plain", "--json", data]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(data.read_text())["workloads"]["tiny"]
+    assert set(found["apart"]) == {"fnppo shared", "fnppo packed", "plain"}
+    assert all(0 < error < 1e-4 for name in ("fnppo shared", "fnppo packed") for error in found["apart"][name].values())
+    assert all(error == 0 for error in found["apart"]["plain"].values())
+    for work in found["work"].values():
+        assert all(seconds > 0 for rounds in work["seconds"].values() for seconds in rounds)
+        assert all(memory > 100 for memory in work["memory"].values())
+    assert "| fnppo packed |" in done.stdout

@@ -15,7 +15,8 @@ SAID = {
 def write_page(data: dict[str, Any], file: Path | None) -> str:
     """The page; written to `file`, if given."""
     first = next(iter(data["workloads"].values()))
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if " " not in name[6:])
+    of = {name.partition(" ")[0]: version for name, version in first["versions"].items()}
+    versions = ", ".join(f"{name.replace('plain', 'transformers')} {version}" for name, version in of.items())
     parts = [HEAD.format(versions=versions, torch=data["torch"], **data["options"], date=data["date"])]
     for name, found in data["workloads"].items():
         parts.append(
@@ -29,7 +30,7 @@ def write_page(data: dict[str, Any], file: Path | None) -> str:
             what: max(each[what] for each in found["apart"].values()) for what in next(iter(found["apart"].values()))
         }
         parts.append(
-            f"Before the updates were timed, all agreed: log-probs to {worst['logprobs']:.0e} and entropies to "
+            f"In the first round all agreed: log-probs to {worst['logprobs']:.0e} and entropies to "
             f"{worst['entropies']:.0e} nats, gradients to {worst['gradients']:.0e} of their length.\n"
         )
         if "profile" in found:

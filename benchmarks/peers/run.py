@@ -4,8 +4,8 @@
     python benchmarks/peers/run.py --workloads W2 --rounds 1 --only fnppo plain
 
 Every contender is a process of its own (see `serve.py`), with the same weights, batch and limit of tokens, in float32.
-They work in turn, and what counts is the ratio within a round. Log-probs, entropies and clipped gradients of all are compared
-before their updates are timed. verl and TRL run in the environments that `make parity` creates.
+They work in turn, and what counts is the ratio within a round. The log-probs, entropies and clipped gradients of their first
+round are compared. verl and TRL run in the environments that `make parity` creates.
 """
 
 import argparse
@@ -19,10 +19,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import torch
+from arithmetic import work_of
 from page import write_page
 from transformers import LlamaConfig, LlamaForCausalLM
-from workload import MODEL, WORKLOADS, flops, rollouts
+from workload import MODEL, WORKLOADS, rollouts
 
 import fnppo
 
@@ -37,6 +40,8 @@ CONTENDERS = {
     "plain": (None, "plain_side.py", "-"),
 }
 """Name: (environment in build/parity, script, its mode)."""
+STANDARD = ["W1", "W2"]
+PAGE = ROOT / "docs/pages/benchmark.md"
 AGREE = 1e-4
 
 
@@ -105,7 +110,7 @@ def check(sides: list[Side], mask: torch.Tensor, folder: Path) -> dict[str, dict
     """How far each is from the last one: in nats, and of gradients the length of the difference over the length."""
     found = {}
     for side in sides:
-        side.ask(f"check {folder / 'found.pt'}")
+        side.ask(f"found {folder / 'found.pt'}")
         found[side.name] = torch.load(folder / "found.pt")
     reference = found[sides[-1].name]
     apart = {}
@@ -155,13 +160,17 @@ def measure(name: str, names: list[str], options: argparse.Namespace) -> dict[st
             result["work"][work] = {"seconds": rounds, "memory": memory}
 
         in_turn("logprobs")
-        result["apart"] = check(sides, batch.loss_mask[:, -responses:], Path(folder))  # the first update warms up, too
-        print(f"{name}: all agree to {AGREE}", flush=True)
         in_turn("update")
+        result["apart"] = check(sides, batch.loss_mask[:, -responses:], Path(folder))
+        print(f"{name}: all agree to {AGREE}", flush=True)
         result["profile"] = {side.name: side.ask("profile")["kinds"] for side in sides if "fnppo" in side.name}
         for side in sides:
             side.end()
-        result |= {"tokens": sum(fnppo.lengths(batch)), "targets": int(batch.loss_mask.sum()), "flops": flops(batch)}
+        result |= {
+            "tokens": sum(fnppo.lengths(batch)),
+            "targets": int(batch.loss_mask.sum()),
+            "flops": sum(work_of(LlamaConfig(**MODEL), batch, fnppo.shared)),
+        }
         result["padded"] = batch.input_ids.numel()
         result["median_peak"] = statistics.median(result["peaks"])
     return result
@@ -170,7 +179,7 @@ def measure(name: str, names: list[str], options: argparse.Namespace) -> dict[st
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="*", default=["W1", "W2"], choices=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", default=STANDARD, choices=list(WORKLOADS))
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="TEXT", help="contenders that have a text in their name"
     )
@@ -188,7 +197,7 @@ def main() -> None:
     data["workloads"] = {name: measure(name, names, options) for name in options.workloads}
     if options.json:
         options.json.write_text(json.dumps(data))
-    text = write_page(data, ROOT / "docs/pages/benchmark.md" if names == list(CONTENDERS) else None)
+    text = write_page(data, PAGE if names == list(CONTENDERS) and options.workloads == STANDARD else None)
     print(text)
 
 

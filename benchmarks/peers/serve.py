@@ -5,7 +5,7 @@
     logprobs        log-probs and entropies of all response tokens, without gradients
     update          one optimizer step over the whole batch
     profile         where the seconds of an update go
-    check FILE      what the next update works on, written to a file: log-probs, entropies, clipped gradients
+    found FILE      the first log-probs, entropies and clipped gradients, to a file
 """
 
 import json
@@ -44,20 +44,19 @@ def serve(make: Callable[[dict[str, Any], str], Contender]) -> None:
     sys.stdout = sys.stderr  # where what the libraries print does no harm
     contender = make(workload, mode)
     print(json.dumps({"version": contender.version}), file=answers, flush=True)
+    found: Any = None
     for line in sys.stdin:
         work, _, argument = line.strip().partition(" ")
         start = time.perf_counter()
         answer: dict[str, Any] = {}
-        if work == "check":
-            logprobs, entropies = contender.logprobs()
-            contender.update()
-            torch.save((logprobs, entropies, contender.gradients()), argument)
-        elif work == "profile":
+        if work == "profile":
             answer["kinds"] = profile(contender.update, workload["config"]["vocab_size"])
+        elif work == "found":
+            torch.save((*found, contender.gradients()), argument)
         else:
-            getattr(contender, work)()
-            answer = {"seconds": time.perf_counter() - start}
-        answer["peak"] = most_resident()
+            result = getattr(contender, work)()
+            answer = {"seconds": time.perf_counter() - start, "peak": most_resident()}
+            found = found or result
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-import fnppo
-
 MODEL = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -54,20 +52,3 @@ def rollouts(*, prompts: int, responses: int, prompt: int, response: int) -> dic
         "response_mask": response_mask,
         "advantages": torch.randn(rows, 1, generator=generator) * response_mask,
     }
-
-
-def flops(batch: Any) -> float:
-    """Floating-point operations of an update that have to be done: the matrix products of forward and backward over the
-    tokens, shared prompts counted once, of the head over the response tokens alone, and of causal attention.
-    """
-    hidden, inner, layers = (MODEL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    heads, kv_heads = MODEL["num_attention_heads"], MODEL["num_key_value_heads"]
-    dim = hidden // heads
-    per_token = layers * (2 * hidden * (heads + kv_heads) * dim + 3 * hidden * inner)
-    tokens = pairs = 0.0
-    for prompt, rows in fnppo.prompt_groups(batch).items():
-        own = [int(batch.attention_mask[row].sum()) - len(prompt) for row in rows]
-        tokens += len(prompt) + sum(own)
-        pairs += len(prompt) * (len(prompt) + 1) / 2 + sum(n * len(prompt) + n * (n + 1) / 2 for n in own)
-    head = int(batch.loss_mask.sum()) * hidden * MODEL["vocab_size"]
-    return 3 * 2 * (per_token * tokens + head + layers * 2 * pairs * heads * dim)
