@@ -93,7 +93,7 @@ def tree_of_rows(rows: Sequence[Tensor], *, least_shared: int = LEAST_SHARED) ->
     >>> tree_of_rows([tensor([7, 8, 5, 6]), tensor([7, 8, 5]), tensor([7, 8, 9])], least_shared=2)._asdict()
     {'parents': [-1, 0, 1, 0], 'starts': [0, 2, 3, 2], 'stops': [2, 3, 4, 3], 'rows': [0, 0, 0, 2], 'ends': [2, 1, 3]}
     """
-    check_count("least_shared", least_shared, least=1, remedy="1 shares whatever can be shared.")
+    check_count("least_shared", least_shared, least=1, remedy="Use 1 to share whatever can be shared.")
     for ids in rows:
         check_tensor("a row", ids)
         check_ids("a row", ids)

@@ -466,7 +466,7 @@ def test_sizes_of_an_update():
     everything("chunk_size", partial(compute, batch), [x for x in NO_COUNT if x is not None], "None chooses a size")
     everything("pad_to", partial(fnppo.pack_sequences, batch), [x for x in NO_COUNT if x is not None], "whole number")
     share = partial(fnppo.pack_sequences, batch, share_prefixes=True)
-    everything("least_shared", share, NO_COUNT, "whole number of at least 1", "1 shares whatever can be shared")
+    everything("least_shared", share, NO_COUNT, "whole number of at least 1", "Use 1 to share whatever can be shared.")
     everything("least_shared", partial(fnppo.prefix_tree, batch), NO_COUNT, "whole number of at least 1")
     everything("horizon", partial(fnppo.constant_norm, batch), [*NO_NUMBER, 0, -1, INF], "above 0", "response tokens")
     refused(lambda: fnppo.pack_sequences(batch, pad_to=1), "2 tokens", "pad_to is 1", "Raise pad_to")

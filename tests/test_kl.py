@@ -247,11 +247,12 @@ runs = [lambda lp, cap: ppo_loss(TokenStats(lp), targets, kl_coef=0.5, kl_cap=ca
 runs += [lambda lp, cap: chunked_kl(lp * torch.eye(2), LinearHead(weight), other, LinearHead(weight), temperature=cap)]
 for kl in (kl_k1, kl_k2, kl_k3, kl_abs, straight_through(kl_k3), importance_corrected(kl_k3, ref)):
     runs += [lambda lp, cap, kl=kl: kl(lp, ref), lambda lp, cap, kl=kl: capped(kl, lp, ref, cap=cap)[0]]
-for run in runs:
+for number, run in enumerate(runs):
+    bits = 0 if number != 1 else 1e-6  # eager, the second walks through chunks in buffers
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     ours, expected = compiled(lp, cap), run(lp, cap)
-    assert torch.equal(ours, expected)
-    assert torch.equal(*(torch.autograd.grad(x.sum(), lp)[0] for x in (ours, expected)))
+    torch.testing.assert_close(ours, expected, rtol=bits, atol=bits)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), lp)[0] for x in (ours, expected)), rtol=bits, atol=bits)
 print("compiled")
 """
 
