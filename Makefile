@@ -10,6 +10,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 MODEL  ?= smollm2
 PEERS  ?= verl-0.7.0 verl-0.8.0 verl-0.9.1 trl-1.16.0
+SAMPLED := weights kl losses rows gradients optim train surrogates.clipped surrogates.columns
 MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
 .PHONY: test demo check docs format nightly mutation mutation-sample parity bench clean
@@ -34,10 +35,10 @@ mutation: $(VENV)/.mutation
 	$(MUTMUT) run
 	$(BIN)/python tests/mutation_report.py --all
 
-# The seventh mutant of each function.
+# The seventh mutant of each function of these modules; the layouts' and planners' are for the whole run.
 mutation-sample: $(VENV)/.mutation
 	rm -rf mutants
-	$(MUTMUT) run '*__mutmut_7'
+	$(MUTMUT) run $(SAMPLED:%='fnppo.%.*__mutmut_7')
 	$(BIN)/python tests/mutation_report.py
 
 # Each peer in an environment of its own, in build/parity: some minutes to install, some to run. It writes

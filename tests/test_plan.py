@@ -102,9 +102,9 @@ CASES = [
     ("llama", 2000, 100, torch.float32),  # most at the head
     ("llama", 60, 150, torch.float32),  # in the layers
     ("llama", 60, 3, torch.float32),  # in the optimizer
-    ("qwen2, tied", 2000, 100, torch.float32),
-    ("gpt2", 300, 100, torch.float32),
-    ("gemma2, tied", 1000, 50, torch.float32),
+    pytest.param("qwen2, tied", 2000, 100, torch.float32, marks=pytest.mark.slow),
+    pytest.param("gpt2", 300, 100, torch.float32, marks=pytest.mark.slow),
+    pytest.param("gemma2, tied", 1000, 50, torch.float32, marks=pytest.mark.slow),
     ("experts", 300, 40, torch.bfloat16),
 ]
 

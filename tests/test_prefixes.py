@@ -92,7 +92,7 @@ def test_the_least_that_is_shared():
         assert fnppo.prefix_tree(batch).parents == tree_of_rows(list(batch.input_ids)).parents == parents
     for wrong in (0, -1):
         with pytest.raises(
-            ValueError, match=f"least_shared is {wrong}; it must be a whole number of at least 1. 1 shares"
+            ValueError, match=f"least_shared is {wrong}; it must be a whole number of at least 1. Use 1 to share"
         ):
             tree_of_rows(rows, least_shared=wrong)
 

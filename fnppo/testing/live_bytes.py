@@ -18,6 +18,7 @@ class LiveBytes(TorchDispatchMode):
         live: bytes that are there now.
         peak: the most that were there at once; set it to `live` to begin anew.
 
+    >>> import torch
     >>> with LiveBytes() as memory:
     ...     a = torch.zeros(1000)
     ...     b = a.view(10, 100).exp()  # the view is no memory, the exponentials are
