@@ -87,3 +87,8 @@ def test_rows_by_mask():
         fnppo.select_rows(batch, tensor([1, 0, 1], dtype=torch.uint8))
     with pytest.raises(ValueError, match="rows have dtype torch.float32"):
         fnppo.select_rows(batch, tensor([0.0]))
+
+
+def test_prompt_groups_by_hand():
+    batch = fnppo.padded_batch([[7, 8], [5], [7, 8]], [[6], [9], [4]])
+    assert fnppo.prompt_groups(batch) == {(7, 8): [0, 2], (5,): [1]}
