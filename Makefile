@@ -16,7 +16,7 @@ MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 .PHONY: test demo check docs format nightly mutation mutation-sample parity bench clean
 
 test: $(VENV)/.dev check
-	$(BIN)/pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

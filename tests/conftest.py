@@ -1,4 +1,8 @@
-"""Every signature of fnppo is checked at run time, types and shapes, in all tests by day but those with `unchecked`."""
+"""Every signature of fnppo is checked at run time, types and shapes, in all tests by day but those with `unchecked`.
+
+Properties that are `core` go without as well: they compare numbers with an oracle, in many examples, whose time the check
+would double.
+"""
 
 import os
 import sys
@@ -51,6 +55,12 @@ settings.load_profile(PROFILE)
 
 if PROFILE == "mutation":
     pytest_plugins = ["mutation"]
+
+
+@pytest.fixture(autouse=True)
+def core_is_unchecked(request):
+    if request.node.get_closest_marker("core"):
+        request.getfixturevalue("unchecked")
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_what_is_not_finite_is_a_difference():
 @pytest.mark.parametrize(
     "layout", [fnppo.packed, fnppo.padded, sharing(least_shared=1)], ids=["packed", "padded", "shared"]
 )
-def test_the_library_holds_on_the_hardest_batches(layout):
+def test_the_library_holds_on_the_hardest_batches(layout, unchecked):
     policy, params = fnppo.functional_policy(tiny("gpt2"))
     tokens = {"policy": policy, "temperature": 0.9, "max_tokens": 100, "layout": layout}
 
