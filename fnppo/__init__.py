@@ -4,8 +4,8 @@ The files, in the order in which data flows through them: `types`, `checks`, `ro
 `batching`, `grouping`, `tree_plans`, `layouts`; `segments`, `attention`, `tree_attention`, `attention_interface`, `remat`,
 `functional`, `policy`; `linear_head`, `logit_chunks`, `head`, `one_pass`, `logprobs`, `squared_probs`; `kl`, `kl_exact`,
 `surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`. Before them
-stand `rollout`, `corrections` and `advantages`, after them `checkpoint`, beside them `transforms`, `testing`, `verify` and
-`plan`.
+stand `rollout`, `corrections` and `advantages`, after them `checkpoint` and `distributed`, beside them `transforms`,
+`testing`, `verify` and `plan`.
 
 Rules of which there are many have a name space each: `fnppo.surrogates`, `fnppo.advantages`, `fnppo.corrections`.
 """

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fnppo.dtensor import local
 from fnppo.metrics import Metrics, merge_metrics
 from fnppo.transforms import inside_transform
 from fnppo.types import ModelBatch, PaddedBatch, PyTree
@@ -46,7 +47,7 @@ def value_and_grad(loss_fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
             if loss.requires_grad
             else map(torch.zeros_like, leaves)
         )
-        return (loss.detach(), _detached(aux)), optree.tree_unflatten(treedef, _each_its_own(grads))
+        return (loss.detach(), detached(aux)), optree.tree_unflatten(treedef, _each_its_own(grads))
 
     return run
 
@@ -106,7 +107,7 @@ def accumulate_gradients(
             if alias.grad is not None:
                 total.add_(alias.grad)
                 alias.grad = None
-        return loss.detach(), _detached(metrics)
+        return loss.detach(), detached(metrics)
 
     loss, metrics = _add_up((run(batch), ()) for batch in batches)[0]
     for total, alias in zip(totals, coarse, strict=True):
@@ -156,14 +157,14 @@ def _each_its_own(grads: Iterable[Tensor | None]) -> list[Tensor]:
     own: list[Tensor] = []
     for grad in grads:
         assert grad is not None
-        storage = grad.untyped_storage()
-        shared = storage.data_ptr() in seen or storage.nbytes() < grad.numel() * grad.element_size()
+        storage = (here := local(grad)).untyped_storage()
+        shared = storage.data_ptr() in seen or storage.nbytes() < here.numel() * here.element_size()
         seen.add(storage.data_ptr())
         own.append(grad.clone() if shared else grad)
     return own
 
 
-def _detached(tree: Any) -> Any:
+def detached(tree: Any) -> Any:
     return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 

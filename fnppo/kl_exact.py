@@ -70,12 +70,21 @@ def exact_kl(
         ref_policy = policy
     check_type("ref_policy", ref_policy, Policy, "Use what functional_policy(module) returned.")
     check_model_batch(batch, vocab_size=min(policy.vocab_size, ref_policy.vocab_size))
-    at = batch.targets.predictors
+    if policy.split != ref_policy.split:
+        raise ValueError(
+            "tokens of the policy and of the reference are split over ranks in different ways. Pass a ref_policy with the "
+            "same split."
+        )
+    places = policy.places(batch)
     with torch.no_grad():
-        ref_hidden = ref_policy.hidden_states(ref_params, batch.inputs).index_select(0, at)
-    hidden = policy.hidden_states(params, batch.inputs).index_select(0, at)
+        ref_hidden = ref_policy.hidden_at(ref_params, batch, places)
+    hidden = policy.hidden_at(params, batch, places)
     heads = policy.head.bind(params), ref_policy.head.bind(ref_params)
-    return chunked_kl(hidden, heads[0], ref_hidden, heads[1], temperature=temperature, chunk_size=chunk_size)
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        temperature = temperature[places]
+    found = chunked_kl(hidden, heads[0], ref_hidden, heads[1], temperature=temperature, chunk_size=chunk_size)
+    together: Tensor = policy.together(found, batch, places)
+    return together
 
 
 def chunked_kl(

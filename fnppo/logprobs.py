@@ -64,17 +64,20 @@ def forward_logprobs(
             f"loss is a {type(loss).__name__}; a function is needed: (stats, targets) -> (loss, metrics). Pass it uncalled."
         )
     check_model_batch(batch, vocab_size=policy.vocab_size)  # before the device has work that would be waited for
-    hidden = policy.hidden_states(params, batch.inputs).index_select(0, batch.targets.predictors)
-    return logprobs_of_hidden(
-        hidden, params, batch.targets,
+    places = policy.places(batch)
+    hidden = policy.hidden_at(params, batch, places)
+    stats = logprobs_of_hidden(
+        hidden, params, batch.targets, places,
         policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size, loss=loss,
     )  # fmt: skip
+    return policy.together(stats, batch, places)
 
 
 def logprobs_of_hidden(
-    hidden: Float[Tensor, "targets hidden"],
+    hidden: Float[Tensor, "here hidden"],
     params: Params,
     targets: Targets,
+    places: Tensor | slice,
     *,
     policy: Policy,
     temperature: float | Float[Tensor, "..."],
@@ -82,15 +85,18 @@ def logprobs_of_hidden(
     chunk_size: int | None,
     loss: Callable[[TokenStats, Targets], tuple[Tensor, Any]] | None = None,
 ) -> TokenStats:
-    """`forward_logprobs` from the hidden states of the targets' predictors on."""
+    """`forward_logprobs` from hidden states on: those of the predictors of `targets[places]`."""
+    here: Any = optree.tree_map(lambda column: column[places], targets)  # type: ignore[arg-type]
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        temperature = temperature[places]
 
-    def of_chunk(stats: TokenStats, places: Int[Tensor, " chunk"]) -> Float[Tensor, ""]:
+    def of_chunk(stats: TokenStats, chunk: Int[Tensor, " chunk"]) -> Float[Tensor, ""]:
         assert loss is not None
-        return checked_loss(loss(stats, optree.tree_map(lambda column: column[places], targets)))[0]  # type: ignore[arg-type]
+        return checked_loss(loss(stats, optree.tree_map(lambda column: column[chunk], here)))[0]  # type: ignore[arg-type]
 
     return chunked_logprobs(
         hidden,
-        targets.token_ids,
+        here.token_ids,
         **policy.head.bind(params)._asdict(),
         temperature=temperature,
         entropy=entropy,

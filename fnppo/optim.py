@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fnppo.arguments import check_floating, check_number, check_type
+from fnppo.dtensor import whole
 from fnppo.foreach import foreach
 from fnppo.schedules import Schedule
 from fnppo.transforms import inside_transform
@@ -265,7 +266,7 @@ def global_norm(tree: PyTree) -> Float[Tensor, ""]:
         torch.linalg.vector_norm(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
         for leaf in _floating_leaves("tree", tree)
     ]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return whole(torch.linalg.vector_norm(torch.stack(norms))) if norms else torch.zeros(())
 
 
 def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
@@ -275,7 +276,7 @@ def all_finite(tree: PyTree) -> Bool[Tensor, ""]:
     tensor(False)
     """
     finite = [leaf.isfinite().all() for leaf in _floating_leaves("tree", tree)]
-    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
+    return whole(torch.stack(finite).all()) if finite else torch.ones((), dtype=torch.bool)
 
 
 def _floating_leaves(what: str, tree: PyTree) -> list[Tensor]:

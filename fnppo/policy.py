@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import optree
 import torch
 from einops import rearrange
 from jaxtyping import Float
@@ -24,7 +25,33 @@ from fnppo.head import LinearHead
 from fnppo.seeding import seeded
 from fnppo.segments import Segments, chunks_of, segments_of
 from fnppo.transforms import forward_order, inside_transform
-from fnppo.types import PackedInputs, PaddedInputs, Params
+from fnppo.types import ModelBatch, PackedInputs, PaddedInputs, Params, PyTree
+
+
+@runtime_checkable
+class Split(Protocol):
+    """Which tokens and targets of a packed batch are computed here, and how the parts come together: see
+    `fnppo.distributed.ulysses`, the only one there is.
+    """
+
+    def even(self, inputs: PackedInputs) -> PackedInputs: ...
+    def slice(self, tokens: int) -> slice: ...
+    def attention(self, backend: Attention) -> Attention: ...
+    def places(self, batch: ModelBatch) -> Tensor: ...
+    def gather(self, values: Tensor, places: Tensor, count: int) -> Tensor: ...
+
+
+def run_pure(skeleton: nn.Module, params: Params, arguments: dict[str, Any]) -> Float[Tensor, "batch seq hidden"]:
+    """The model below the head as a pure function of its parameters."""
+    backbone = backbone_of(skeleton)
+    _check_params(skeleton, params, arguments["input_ids"])
+    # A tied weight has one name in params, which may be that of the head.
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    own = {name: params[names[id(parameter)]] for name, parameter in backbone.named_parameters()}
+    device = arguments["input_ids"].device
+    own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
+    hidden: Tensor = functional_call(backbone, own, kwargs=arguments).last_hidden_state
+    return hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,39 +66,67 @@ class Policy:
     """transformers' name of the attention that the module came with, used when it samples with a cache."""
     padded_only: str | None = None
     """Why it cannot read packed inputs, and reads padded ones with its own attention; None where it reads both."""
+    run: Callable[[nn.Module, Params, dict[str, Any]], Tensor] = run_pure
+    """(skeleton, params, arguments of the model's forward) -> hidden states."""
+    split: Split | None = None
+    """How tokens are split over ranks; None where all are computed here."""
 
     def hidden_states(self, params: Params, inputs: PackedInputs | PaddedInputs) -> Float[Tensor, "tokens hidden"]:
-        """Last hidden state of every position, after the final norm; padded inputs come out flattened, row by row."""
+        """Last hidden state of every position, after the final norm; padded inputs come out flattened, row by row.
+
+        Of the positions of this rank, where tokens are split.
+        """
         if forward_order() > 1 and any(isinstance(child, nn.LayerNorm) for child in self.skeleton.modules()):
             raise ValueError(
                 "jvp of jvp through torch's layer_norm is silently wrong. Take the second derivative with jvp of grad."
             )
         check_inputs(inputs, vocab_size=self.num_embeddings, max_positions=self.max_positions)
         arguments = {"use_cache": False} | (self._own if self.padded_only else self._ours)(inputs)
-        backbone = backbone_of(self.skeleton)
-        _check_params(self.skeleton, params, inputs)
-        # A tied weight has one name in params, which may be that of the head.
-        names = {id(parameter): name for name, parameter in self.skeleton.named_parameters()}
-        own = {name: params[names[id(parameter)]] for name, parameter in backbone.named_parameters()}
-        device = inputs.input_ids.device
-        own |= {name: buffer.to(device) for name, buffer in backbone.named_buffers()}
-        with nullcontext() if self.dropout_seed is None else seeded(self.dropout_seed, device):
+        with nullcontext() if self.dropout_seed is None else seeded(self.dropout_seed, inputs.input_ids.device):
             try:
-                hidden = functional_call(backbone, own, kwargs=arguments).last_hidden_state
+                hidden = self.run(self.skeleton, params, arguments)
             except RuntimeError as error:
                 _refuse_mixed_dtypes(params, error)
                 raise
         return rearrange(hidden, "batch seq hidden -> (batch seq) hidden")
 
+    def places(self, batch: ModelBatch) -> Tensor | slice:
+        """Which targets are computed here: an index of each of their columns."""
+        return slice(None) if self.split is None else self.split.places(batch)
+
+    def hidden_at(self, params: Params, batch: ModelBatch, places: Tensor | slice) -> Float[Tensor, "here hidden"]:
+        """Hidden states at the predictors of those targets."""
+        hidden, predictors = self.hidden_states(params, batch.inputs), batch.targets.predictors[places]
+        if self.split is not None:
+            predictors = predictors - self.split.slice(batch.inputs.input_ids.numel()).start
+        return hidden.index_select(0, predictors)
+
+    def together(self, values: PyTree, batch: ModelBatch, places: Tensor | slice) -> PyTree:
+        """Values of all targets from [here], one a target that is computed here."""
+        if self.split is None:
+            return values
+        assert isinstance(places, Tensor)
+        gather = partial(self.split.gather, places=places, count=batch.targets.predictors.numel())
+        return optree.tree_map(gather, values)
+
     def _ours(self, inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
         """Arguments of the model's forward under our attention, which knows the segments."""
+        attention, here = self.attention, slice(None)
+        if self.split is not None:
+            if isinstance(inputs, PaddedInputs):
+                raise ValueError(
+                    "the batch is padded, and tokens that are split over ranks must be packed. Use pack_sequences "
+                    "(layout=packed or shared)."
+                )
+            inputs = self.split.even(inputs)
+            attention, here = self.split.attention(attention), self.split.slice(inputs.input_ids.numel())
         segments = segments_of(inputs)
         add_batch = slice(None) if isinstance(inputs, PaddedInputs) else None
         return {
-            "input_ids": inputs.input_ids[add_batch],
-            "position_ids": inputs.position_ids[add_batch],
+            "input_ids": inputs.input_ids[here][add_batch],
+            "position_ids": inputs.position_ids[here][add_batch],
             "attention_mask": inputs.attention_mask if isinstance(inputs, PaddedInputs) else None,
-            "attend": partial(_attend, self.attention, segments, cache(partial(chunks_of, segments))),
+            "attend": partial(_attend, attention, segments, cache(partial(chunks_of, segments))),
         }
 
     def _own(self, inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
@@ -150,7 +205,7 @@ class Head(NamedTuple):
         return LinearHead(params[self.weight], params[self.bias] if self.bias else None, self.scale, self.softcap)
 
 
-def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | PaddedInputs) -> None:
+def _check_params(skeleton: nn.Module, params: Params, input_ids: Tensor) -> None:
     """Names, shapes, devices and dtypes: a misspelt name would be ignored in silence, a vector of one number broadcast."""
     own = dict(skeleton.named_parameters())
     if missing := sorted(own.keys() - params.keys()):
@@ -163,7 +218,7 @@ def _check_params(skeleton: nn.Module, params: Params, inputs: PackedInputs | Pa
                 f"params holds {name} of shape {tuple(value.shape)}, which {there} in the model. Give the tree that "
                 "functional_policy returned."
             )
-        check_device(name, value, "input_ids", inputs.input_ids)
+        check_device(name, value, "input_ids", input_ids)
         if own[name].is_floating_point() and not value.is_floating_point():
             raise ValueError(f"params holds {name} in {value.dtype}; it needs floating point. Call .float() on it.")
 

@@ -29,13 +29,18 @@ def rematerialize(skeleton: nn.Module) -> None:
     Raises:
         ValueError: transformers does not mark the model's layers as ones that can be recomputed.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [child for child in skeleton.modules() if isinstance(child, GradientCheckpointingLayer)]
+    layers = layers_of(skeleton)
     if not layers:
         raise ValueError(f"{type(skeleton).__name__} has no layers that can be recomputed. Use remat=False.")
     for layer in layers:
         layer.forward = partial(_recomputed, _Layer(layer, layer.forward))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model from transformers, in order, which marks them as what can be recomputed; maybe none."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [child for child in model.modules() if isinstance(child, GradientCheckpointingLayer)]
 
 
 def _recomputed(runner: "_Layer", *args: Any, **kwargs: Any) -> Any:

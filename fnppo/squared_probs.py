@@ -55,10 +55,13 @@ def compute_sum_squared_probs(
     )
 
     def forward(micro_batch: ModelBatch) -> Tensor:
-        hidden = policy.hidden_states(params, micro_batch.inputs).index_select(0, micro_batch.targets.predictors)
+        places = policy.places(micro_batch)
+        hidden = policy.hidden_at(params, micro_batch, places)
         temperatures = one_per_target(temperature, hidden.shape[0], like=hidden)
         slices = chunks(size, hidden, temperatures)
-        return torch.cat([tempered_log_softmax(head.logits(h), t).exp().square().sum(-1) for h, t in slices])
+        sums = torch.cat([tempered_log_softmax(head.logits(h), t).exp().square().sum(-1) for h, t in slices])
+        found: Tensor = policy.together(sums, micro_batch, places)
+        return found
 
     found: Tensor = forward_rows(forward, batch, layout=layout, max_tokens=max_tokens)
     return found

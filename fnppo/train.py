@@ -20,6 +20,7 @@ from fnppo.weights import token_mean
 
 Weights: TypeAlias = Callable[[PaddedBatch], PaddedBatch]
 Prepare: TypeAlias = Callable[[PyTree, PaddedBatch], PaddedBatch]
+Accumulate: TypeAlias = Callable[[LossFn, PyTree, Iterable[Any]], tuple[tuple[Tensor, Metrics], PyTree]]
 
 
 def train_step(
@@ -30,6 +31,7 @@ def train_step(
     loss_fn: LossFn,
     optimizer: Optimizer,
     donate: bool = False,
+    accumulate: Accumulate = accumulate_gradients,
 ) -> tuple[PyTree, State, Metrics]:
     """One optimizer step over the micro-batches of one mini-batch.
 
@@ -39,6 +41,7 @@ def train_step(
         loss_fn: (params, micro-batch) -> (loss, metrics).
         optimizer: an (init, update) pair.
         donate: reuse the memory of `params` and `opt_state`, which are then gone. The same numbers to the bit.
+        accumulate: (loss_fn, params, batches) -> ((loss, metrics), grads). That of `fnppo.distributed` adds over ranks, too.
 
     Returns:
         New params, new opt_state, and metrics with `grad_norm` (before any clipping) and `steps` added, and `loss_scale`
@@ -57,7 +60,7 @@ def train_step(
     check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
     if (scale := loss_scale_of(opt_state)) is not None and callable(loss_fn):
         loss_fn = _scaled(loss_fn, scale)
-    (_, metrics), grads = accumulate_gradients(loss_fn, params, batches)
+    (_, metrics), grads = accumulate(loss_fn, params, batches)
     norm = global_norm(grads)
     if scale is not None:
         norm = norm / scale
@@ -100,6 +103,7 @@ def update_policy(
     seed: int = 0,
     layout: Layout = packed,
     donate: bool = False,
+    accumulate: Accumulate = accumulate_gradients,
 ) -> tuple[PyTree, State, dict[str, float]]:
     """Several epochs over a batch of rollouts: what a PPO or GRPO iteration does after sampling.
 
@@ -120,7 +124,7 @@ def update_policy(
         weights: mask -> loss weights, such as `token_mean`.
         seed: of the shuffling.
         layout: `packed`, `shared` (what rows begin with in common is computed once) or `padded`, from `fnppo.layouts`.
-        donate: see `train_step`. The caller's `params` and `opt_state` are then gone.
+        donate, accumulate: see `train_step`. After a donation the caller's `params` and `opt_state` are gone.
 
     Returns:
         New params, new opt_state, and metrics as plain floats, over all steps (see `summarize`).
@@ -161,7 +165,7 @@ def update_policy(
         groups = layout.plan(mini_batch, max_tokens)
         micro_batches = (layout.lay(select_rows(mini_batch, group)) for group in groups)
         params, opt_state, metrics = train_step(
-            params, opt_state, micro_batches, loss_fn=loss_fn, optimizer=optimizer, donate=donate
+            params, opt_state, micro_batches, loss_fn=loss_fn, optimizer=optimizer, donate=donate, accumulate=accumulate
         )
         total = merge_metrics(total, metrics)
     return params, opt_state, summarize(total)

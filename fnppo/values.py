@@ -43,8 +43,9 @@ def forward_values(params: Params, batch: ModelBatch, *, critic: Critic) -> Floa
     """
     _check(params, critic)
     check_model_batch(batch, vocab_size=critic.model.num_embeddings)
-    hidden = critic.model.hidden_states(params, batch.inputs)
-    return critic.values(params, hidden.index_select(0, batch.targets.predictors))
+    model, places = critic.model, critic.model.places(batch)
+    values = critic.values(params, model.hidden_at(params, batch, places))
+    return model.together(values, batch, places)
 
 
 def forward_logprobs_and_values(
@@ -83,11 +84,13 @@ def forward_logprobs_and_values(
             "serve both. Make both with functional_actor_critic(module), or call forward_logprobs and forward_values."
         )
     check_model_batch(batch, vocab_size=policy.vocab_size)
-    hidden = policy.hidden_states(params, batch.inputs).index_select(0, batch.targets.predictors)
+    places = policy.places(batch)
+    hidden = policy.hidden_at(params, batch, places)
     stats = logprobs_of_hidden(
-        hidden, params, batch.targets, policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size
-    )
-    return stats, critic.values(params, hidden)
+        hidden, params, batch.targets, places,
+        policy=policy, temperature=temperature, entropy=entropy, chunk_size=chunk_size,
+    )  # fmt: skip
+    return policy.together((stats, critic.values(params, hidden)), batch, places)
 
 
 def compute_values(
