@@ -1,4 +1,5 @@
 # make test    everything that must hold, in an environment of its own
+# make test-distributed  those of them that start two and four ranks on this machine
 # make nightly the core properties with 10,000 examples each, and the slow tests; a line for each as it ends
 # make docs    the pages of docs/ as a site in build/docs
 # make parity  losses, KL estimators and advantages beside those of verl and TRL; needs the package registry
@@ -13,10 +14,14 @@ PEERS  ?= verl-0.7.0 verl-0.8.0 verl-0.9.1 trl-1.16.0
 SAMPLED := weights kl losses gradients optim train surrogates.clipped surrogates.columns
 MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
-.PHONY: test demo check docs format nightly mutation mutation-sample parity bench clean
+.PHONY: test test-distributed demo check docs format nightly mutation mutation-sample parity bench clean
 
 test: $(VENV)/.dev check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore=tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
+
+test-distributed: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,62 @@
+"""Micro-batches to data ranks: as many for each, since every forward of a sharded model is made by all ranks together."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from fnppo.batching import work_of
+from fnppo.layouts import Layout
+from fnppo.rows import lengths
+from fnppo.types import PaddedBatch
+
+Deal: TypeAlias = Callable[[Sequence[int], int], list[list[int]]]
+"""(work of each micro-batch, number of ranks) -> micro-batches of each rank."""
+
+
+def balanced(works: Sequence[int], ranks: int) -> list[list[int]]:
+    """From the most work to the least, each to the rank that has had least, which may have as many as another at most.
+
+    >>> balanced([9, 5, 4, 1], 2)
+    [[0, 3], [1, 2]]
+    """
+    most = -(-len(works) // ranks)
+    dealt = list[list[int]]([] for _ in range(ranks))
+    heap = [(0, rank) for rank in range(ranks)]
+    for group in sorted(range(len(works)), key=lambda group: -works[group]):
+        done, rank = heapq.heappop(heap)
+        dealt[rank].append(group)
+        if len(dealt[rank]) < most:
+            heapq.heappush(heap, (done + works[group], rank))
+    return [sorted(groups) for groups in dealt]
+
+
+def in_turn(works: Sequence[int], ranks: int) -> list[list[int]]:
+    """One after the other, whatever their work.
+
+    >>> in_turn([9, 5, 4, 1], 2)
+    [[0, 2], [1, 3]]
+    """
+    return [list(range(rank, len(works), ranks)) for rank in range(ranks)]
+
+
+def share_of(layout: Layout, *, rank: int, ranks: int, deal: Deal = balanced) -> Layout:
+    """`layout` whose plan gives the micro-batches of one rank. A rank with fewer than another gets empty ones at the end.
+
+    An empty micro-batch is laid out as one token without a target, so it adds nothing to any sum.
+
+    >>> from fnppo import packed, padded_batch
+    >>> batch = padded_batch([[1], [1], [1]], [[2] * 5, [2] * 4, [2]])
+    >>> [share_of(packed, rank=rank, ranks=2).plan(batch, 6) for rank in (0, 1)]
+    [[[0], []], [[1], [2]]]
+    """
+    return Layout(partial(_plan, layout, rank, ranks, deal), layout.lay)
+
+
+def _plan(layout: Layout, rank: int, ranks: int, deal: Deal, batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
+    groups = layout.plan(batch, max_tokens)
+    work, sizes = work_of(2048), lengths(batch)
+    dealt = deal([sum(work(sizes[row]) for row in group) for group in groups], ranks)
+    most = max(map(len, dealt), default=1) or 1
+    own = [groups[group] for group in dealt[rank]]
+    return own + [[]] * (most - len(own))

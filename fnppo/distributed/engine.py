@@ -1,0 +1,169 @@
+"""FSDP2 under the pure functions: a model in shards that runs as the backbone of a `Policy`, and gradients as DTensors.
+
+torch's `functional_call` on sharded modules gives local gradients that nobody reduces, silently wrong. So here the whole
+loss is computed inside the forward of one module, the root, which torch has sharded:
+
+    root(loss_fn, micro_batch) -> loss_fn(params, micro_batch)        params: those of the root, gathered
+                                      policy.hidden_states            the layers, each of which torch gathers as it runs
+
+The embeddings, the last norm and the head belong to the root. They are gathered once a micro-batch, the head's chunks
+and their backward included.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fnppo.distributed.mesh import Ranks
+from fnppo.distributed.reduce import raise_together, sum_losses
+from fnppo.gradients import LossFn, checked_loss, detached
+from fnppo.metrics import Metrics, merge_metrics
+from fnppo.policy import Policy, backbone_of
+from fnppo.remat import layers_of
+from fnppo.train import Accumulate
+from fnppo.types import ModelBatch, PackedInputs, PaddedInputs, Params
+
+
+class Root(nn.Module):
+    """The module that is sharded as a whole: any function of the parameters runs as its forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(dict(self.model.named_parameters()), *args)
+
+
+def shard_policy(policy: Policy, params: Params, ranks: Ranks, **fsdp: Any) -> tuple[Policy, Root]:
+    """The policy over a sharded copy of its model, and the root of that copy. Parameters that were frozen stay so.
+
+    Args:
+        policy, params: from `functional_policy`; every rank passes the same.
+        ranks: from `ranks_of`.
+        fsdp: options of torch's `fully_shard`, such as `mp_policy` or `offload_policy`.
+    """
+    model = policy.skeleton
+    own = {
+        name: nn.Parameter(params[name].detach(), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    for name, first in _names(model).items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, own[first])
+    root, precision = Root(model), fsdp.pop("mp_policy", MixedPrecisionPolicy())
+    for layer in layers_of(model):  # one after the other goes to the device whole, and leaves its part there
+        fully_shard(layer, mesh=ranks.shards, mp_policy=precision, **fsdp)
+    # Columns of a batch and losses keep their dtype: only what the model computes is in another.
+    around = dataclasses.replace(precision, cast_forward_inputs=False, output_dtype=None)
+    fully_shard(root, mesh=ranks.shards, mp_policy=around, **fsdp)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # loss weights are global: gradients add
+            module.set_force_sum_reduction_for_comms(True)
+            # Ranks must send as much as each other, also where one has no token for an expert, or no target.
+            module.set_reduce_scatter_unused_params(True)
+    return dataclasses.replace(policy, run=RunModule(policy.head.weight)), root
+
+
+def inside(root: Root, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(params, *args)` without gradients, in the forward of the root, however many forwards of the model it makes."""
+    try:
+        with torch.no_grad():
+            return root(function, *args)
+    finally:
+        root.reshard()  # type: ignore[operator]
+
+
+def gradients_of(root: Root, policy: Policy, ranks: Ranks) -> Accumulate:
+    """`accumulate_gradients` for the sharded model: losses, metrics and gradients are summed over micro-batches and ranks.
+
+    Where the loss of one rank cannot be computed, that rank goes on with the others to the end of the step, adds nothing,
+    and then all of them raise its error. No rank waits for another, and the parameters are as before.
+    """
+
+    def accumulate(loss_fn: LossFn, params: Params, batches: Iterable[Any]) -> tuple[tuple[Tensor, Metrics], Params]:
+        # As in `accumulate_gradients`: sums of half-precision gradients are kept in float32.
+        coarse = {name: leaf for name, leaf in params.items() if leaf.dtype in (torch.float16, torch.bfloat16)}
+        sums = {name: torch.zeros_like(leaf, dtype=torch.float32) for name, leaf in coarse.items()}
+        total, failure = None, None
+        for number, batch in enumerate(batches):
+            loss, metrics, error = root(_loss_or_error, loss_fn, policy, batch)
+            torch.autograd.backward(loss)
+            for name, leaf in coarse.items():
+                if leaf.grad is not None:
+                    sums[name] += leaf.grad
+                    leaf.grad = None
+            if error is not None:
+                failure = failure or f"micro-batch {number}: {error}"
+                continue
+            part = loss.detach(), detached(metrics)
+            total = part if total is None else (total[0] + part[0], merge_metrics(total[1], part[1]))
+            del loss, metrics
+        grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in params.items()}
+        grads |= {name: sums[name].to(leaf.dtype) for name, leaf in coarse.items()}
+        for leaf in params.values():
+            leaf.grad = None
+        raise_together(failure, ranks.world)
+        assert total is not None, "a rank has at least one micro-batch, which may be empty"
+        loss, metrics = total
+        return sum_losses(loss, metrics, ranks.data), grads
+
+    return accumulate
+
+
+def _loss_or_error(
+    params: Params, loss_fn: LossFn, policy: Policy, batch: ModelBatch
+) -> tuple[Tensor, Metrics | None, Exception | None]:
+    """Loss and metrics, or 0 and what went wrong. Either way the layers have run once, which the other ranks count on."""
+    run: Any = policy.run
+    run.began, run.hidden = False, None
+    try:
+        loss, metrics = checked_loss(loss_fn(params, batch))
+        return loss, metrics, None
+    except Exception as error:
+        if run.began and run.hidden is None:
+            raise  # in the layers themselves, where the ranks are apart for good
+        if not run.began:
+            policy.hidden_states(params, _filler(batch))
+        return 0 * run.hidden.sum(), None, error
+    finally:
+        run.hidden = None
+
+
+class RunModule:
+    """The backbone as a module: its parameters are those that torch gathers, not those of `params`."""
+
+    def __init__(self, head: str) -> None:
+        self.head, self.began = head, False
+        self.hidden: Tensor | None = None
+
+    def __call__(self, skeleton: nn.Module, params: Params, arguments: dict[str, Any]) -> Tensor:
+        if isinstance(params.get(self.head), DTensor):
+            raise ValueError(
+                "the policy is sharded, and runs inside of the methods of its FSDPActor only. Use actor.compute_logprobs, or "
+                "call it in the loss_fn of actor.update_policy."
+            )
+        self.began = True
+        hidden: Tensor = backbone_of(skeleton)(**arguments).last_hidden_state
+        self.hidden = hidden
+        return hidden
+
+
+def _filler(batch: ModelBatch) -> PackedInputs | PaddedInputs:
+    """One token that no target points to, in the layout of `batch`."""
+    zero = batch.inputs.input_ids.new_zeros(1)
+    if isinstance(batch.inputs, PaddedInputs):
+        return PaddedInputs(zero[None], zero[None], torch.ones_like(zero[None], dtype=torch.bool))
+    return PackedInputs(zero, zero, torch.tensor([0, 1], dtype=torch.int32, device=zero.device))
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the first name of the same parameter."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

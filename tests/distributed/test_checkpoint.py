@@ -1,0 +1,108 @@
+"""Checkpoints of many ranks: resumed to the bit, on any mesh, complete or not there, refused where they are not ours."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import exported, keep_saving, saved, saved_and_loaded
+from ranks import Failed
+from test_sharding import some_batch
+from transformers import AutoModelForCausalLM
+
+import fnppo
+from fnppo.distributed.checkpoint import MANIFEST, checkpoints
+
+PARTS = [some_batch(2, seed) for seed in range(4)]
+
+
+def parts_for(shape):
+    """The same rows in the same order, over the data ranks of a mesh."""
+    data_ranks, size = shape[0] * shape[1], len(PARTS)
+    dealt = [PARTS[rank * size // data_ranks : (rank + 1) * size // data_ranks] for rank in range(data_ranks)]
+    rows = [[row for part in own for row in _lists(part)] for own in dealt]
+    return [_batch(rows[rank // shape[2]]) for rank in range(math.prod(shape))]
+
+
+def _lists(batch):
+    for row in range(batch.input_ids.shape[0]):
+        at = batch.attention_mask[row]
+        yield [
+            column[row][at]
+            for column in (batch.input_ids, batch.loss_mask, batch.old_logprobs, batch.advantages, batch.ref_logprobs)
+        ]
+
+
+def _batch(rows):
+    pad = lambda i: torch.nn.utils.rnn.pad_sequence([row[i] for row in rows], batch_first=True)
+    ids, mask = pad(0), torch.nn.utils.rnn.pad_sequence([torch.ones_like(row[1]) for row in rows], batch_first=True)
+    return fnppo.PaddedBatch(ids, mask.bool(), pad(1), pad(2), pad(3), pad(4))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_that_is_resumed_is_the_run(tmp_path, pools):
+    """To the bit, on the same mesh; to 1e-12 on others, whose sums have another order."""
+    shape = (1, 2, 1)
+    through = pools(2).run(saved, shape, tmp_path / "a", 4, False, each=parts_for(shape))[0]
+    first = pools(2).run(saved, shape, tmp_path / "b", 2, True, each=parts_for(shape))[0]
+    assert not same(through, first)
+    rest = pools(2).run(saved_and_loaded, shape, tmp_path / "b", 4, each=parts_for(shape))[0]
+    assert rest[0] == (2, {"row": 16}, True)
+    assert same(rest[1], through)
+    for other in ((1, 4, 1), (1, 2, 2), (1, 1, 2), (2, 1, 2)):
+        found = pools(math.prod(other)).run(saved_and_loaded, other, tmp_path / "b", 2, each=parts_for(other))[0]
+        assert found[0][:2] == (2, {"row": 16})
+        assert found[0][2] == (math.prod(other) == 2)
+        assert same(found[1], first), other  # what is loaded is what was saved, to the bit
+
+
+def test_the_last_are_kept(tmp_path, pools):
+    pools(2).run(keep_saving, (1, 2, 1), tmp_path, 5, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000003", "step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_damage_is_named(tmp_path, pools):
+    pools(2).run(keep_saving, (1, 2, 1), tmp_path, 2, None)
+    last = checkpoints(tmp_path)[-1]
+    shard = next(last.glob("__1_*"))
+    whole = shard.read_bytes()
+    for damage in (whole[:-1], whole[:10] + bytes([whole[10] ^ 1]) + whole[11:], None):
+        shard.unlink() if damage is None else shard.write_bytes(damage)
+        with pytest.raises(Failed, match=f"{shard.name} .*the checkpoint is damaged"):
+            pools(2).run(saved_and_loaded, (1, 2, 1), tmp_path, 2, each=parts_for((1, 2, 1)))
+    shard.write_bytes(whole)
+    manifest = last / MANIFEST
+    text = manifest.read_text()
+    for content, words in (
+        ("{", "is no checkpoint of fnppo"),
+        (text.replace('"fnppo_sharded": 1', '"fnppo_sharded": 9'), "has version 9"),
+        (json.dumps(json.loads(text) | {"tensors": {}}), "It belongs to another run"),
+    ):
+        manifest.write_text(content)
+        with pytest.raises(Failed, match=words):
+            pools(2).run(saved_and_loaded, (1, 2, 1), tmp_path, 2, each=parts_for((1, 2, 1)))
+    manifest.write_text(text)
+    pools(2).run(saved_and_loaded, (1, 2, 1), tmp_path, 2, each=parts_for((1, 2, 1)))
+
+
+def test_export(tmp_path, pools):
+    """G11: transformers loads what two ranks wrote."""
+    params = pools(2).run(exported, (1, 2, 1), "tied", tmp_path / "model")[0]
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    assert same({name: p.detach() for name, p in module.named_parameters()}, params)
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_any_moment(kills, tmp_path):
+    script = Path(__file__).parent / "kills.py"
+    run = subprocess.run([sys.executable, script, tmp_path, str(kills), "0"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split()[-3]) > kills // 4  # most kills came after a checkpoint, or while one was written
