@@ -7,6 +7,7 @@ Ranks write at once, each its shards, with the digests of its files. The first r
 and renames the folder, which is one step. A kill at any moment leaves the checkpoints that were complete before.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from fnppo.types import PyTree
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FAILED = "failed-"
 
 
 class Restored(NamedTuple):
@@ -63,6 +66,7 @@ class Saving:
             work()
         except BaseException as error:
             self._error = error
+            warnings.warn(f"a checkpoint was not written: {error}", stacklevel=2)
 
 
 def begin_save(
@@ -79,13 +83,14 @@ def begin_save(
     Args:
         folder: on a file system that all ranks share.
         tree: tensors and DTensors; once copied, they may change.
-        step: names the checkpoint. One that is there already is replaced.
-        position: where in the data the run is: anything that JSON can hold.
+        step: names the checkpoint.
+        position: where in the data the run is: anything that JSON can hold. That of the first rank is kept.
         keep: how many of the last checkpoints stay; None keeps all.
         group: of all ranks, used by this function alone, and able to send host memory (gloo).
 
     Raises:
-        ValueError: `step` is no count, `keep` is below 1, or `position` cannot be written as JSON.
+        ValueError: `step` is no count, `keep` is below 1, `position` cannot be written as JSON, or there is a checkpoint of
+            that step already.
     """
     check_count("step", step, least=0, remedy="It counts steps.")
     if keep is not None:
@@ -100,12 +105,7 @@ def begin_save(
     final = folder / f"step-{step:06d}"
     partial = folder / f".{final.name}"
     rank, ranks = group.rank(), group.size()
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".step-*"):
-            shutil.rmtree(left)
-        partial.mkdir()
-    dist.barrier(group)
+    raise_together(_make_room(folder, final, partial) if rank == 0 else None, group)
     state = named(tree)
     about = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()}
     state |= {f"rng/{rank}/{name}": value for name, value in _random_state().items()}
@@ -114,24 +114,31 @@ def begin_save(
 
     def finish() -> None:
         written.result()
-        own = {file.name: _digest(file) for file in sorted(partial.glob(f"__{rank}_*"))}
-        _write(partial / f"digests-{rank}.json", own)
+        _write(partial / f"digests-{rank}.json", {file.name: _digest(file) for file in partial.glob(f"__{rank}_*")})
         if rank != 0:
-            _wait_for(lambda: final.is_dir() and not partial.exists())
+            _wait_for(lambda: final.exists(), partial)
             return
-        _wait_for(lambda: all((partial / f"digests-{other}.json").exists() for other in range(ranks)))
+        parts = [partial / f"digests-{other}.json" for other in range(ranks)]
+        _wait_for(lambda: all(part.exists() for part in parts), partial)
         files = {".metadata": _digest(partial / ".metadata")}
-        for other in range(ranks):
-            files |= json.loads((partial / f"digests-{other}.json").read_text())
+        for part in parts:
+            files |= json.loads(part.read_text())
         _write(partial / MANIFEST, manifest | {"files": files})
-        if final.exists():
-            _remove(final)
+        _sync(partial)
         partial.rename(final)
         _sync(folder)
         for old in checkpoints(folder)[: -keep if keep is not None else 0]:
             _remove(old)
 
-    return Saving(finish)
+    def finish_or_tell() -> None:
+        try:
+            finish()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                (partial / f"{FAILED}{rank}").write_text(str(error))
+            raise
+
+    return Saving(finish_or_tell)
 
 
 def load(folder: str | os.PathLike[str], tree: PyTree, *, group: dist.ProcessGroup) -> Restored | None:
@@ -142,10 +149,12 @@ def load(folder: str | os.PathLike[str], tree: PyTree, *, group: dist.ProcessGro
     Raises:
         ValueError: on every rank: the checkpoint is damaged or was made of other tensors. `tree` is as it was.
     """
-    found = checkpoints(Path(folder).resolve())
-    if not found:
+    rank, ranks = group.rank(), group.size()
+    found: list[Any] = [checkpoints(Path(folder).resolve())[-1:]]  # as the first rank sees it: a shared disk may lag
+    dist.broadcast_object_list(found, group_src=0, group=group)
+    if not found[0]:
         return None
-    path, rank, ranks = found[-1], group.rank(), group.size()
+    (path,) = found[0]
     state, error = named(tree), None
     try:
         manifest = _manifest(path, state)
@@ -180,7 +189,7 @@ def _manifest(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         version, tensors, _ = manifest["fnppo_sharded"], manifest["tensors"], manifest["files"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is no checkpoint of fnppo, or its {MANIFEST} is damaged ({error}). Remove it to load the one before."
         ) from error
@@ -234,9 +243,26 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _wait_for(condition: Callable[[], bool], *, seconds: float = 600.0) -> None:
+def _make_room(folder: Path, final: Path, partial: Path) -> str | None:
+    """An empty folder to write to, and nothing of what was killed; or what is in the way."""
+    try:
+        if final.exists():
+            return f"{final} is there already. Load it to go on from it, or name another folder."
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".step-*"):
+            shutil.rmtree(left)
+        partial.mkdir()
+    except OSError as error:
+        return f"{folder} cannot be written to: {error}. Name another folder."
+    return None
+
+
+def _wait_for(condition: Callable[[], bool], partial: Path, *, seconds: float = 600.0) -> None:
+    """Wait for what other ranks write, until it is there, or one of them has failed."""
     limit = time.monotonic() + seconds
     while not condition():
+        for failed in partial.glob(f"{FAILED}*"):
+            raise ValueError(f"rank {failed.name.removeprefix(FAILED)} has not written its part: {failed.read_text()}")
         if time.monotonic() > limit:
             raise ValueError(f"another rank has not written its part within {seconds:.0f} s. Look at its messages.")
         time.sleep(0.01)

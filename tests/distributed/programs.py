@@ -17,6 +17,7 @@ import fnppo
 from fnppo.distributed import (
     FSDPActor,
     Ulysses,
+    checkpoint,
     gather_params,
     gather_rows,
     own_rows,
@@ -194,6 +195,26 @@ def keep_saving(shape, folder, times, keep):
     actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
     for step in range(times):
         actor.save(folder, step=step, keep=keep, wait=step == times - 1)
+
+
+def failing_save(shape, folder):
+    """A save that is complete, then one whose files rank 1 cannot digest."""
+    actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
+    actor.save(folder, step=0)
+
+    def no_space(file):
+        raise OSError("no space left")
+
+    right = checkpoint._digest
+    if dist.get_rank() == 1:
+        checkpoint._digest = no_space
+    try:
+        actor.save(folder, step=1)
+    except (OSError, ValueError) as error:
+        return str(error)
+    finally:
+        checkpoint._digest = right
+    raise AssertionError("nothing has failed")
 
 
 def exported(shape, family, folder):

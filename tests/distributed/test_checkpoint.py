@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import exported, keep_saving, saved, saved_and_loaded
+from programs import exported, failing_save, keep_saving, saved, saved_and_loaded
 from ranks import Failed
 from test_sharding import some_batch
 from transformers import AutoModelForCausalLM
@@ -66,6 +66,19 @@ def test_the_last_are_kept(tmp_path, pools):
     pools(2).run(keep_saving, (1, 2, 1), tmp_path, 5, 2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000003", "step-000004"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_step_that_is_there_is_not_written_over(tmp_path, pools):
+    pools(2).run(keep_saving, (1, 2, 1), tmp_path, 2, None)
+    with pytest.raises(Failed, match="step-000000 is there already. Load it to go on from it, or name another folder."):
+        pools(2).run(keep_saving, (1, 2, 1), tmp_path, 2, None)
+
+
+def test_what_fails_on_one_rank_is_said_on_all(tmp_path, pools):
+    """A rank that cannot write: the others do not wait for it, and the checkpoint before is the last one."""
+    for rank, said in enumerate(pools(2).run(failing_save, (1, 2, 1), tmp_path)):
+        assert said == ("no space left" if rank == 1 else "rank 1 has not written its part: no space left")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000000"]
 
 
 def test_damage_is_named(tmp_path, pools):
