@@ -23,20 +23,25 @@ from fnppo.types import ModelBatch, PaddedBatch, PyTree
 
 
 class Layout(NamedTuple):
-    """`plan(batch, max_tokens)` -> row groups, of at most `max_tokens` real tokens each; `lay(batch)` -> `ModelBatch`."""
+    """`plan(batch, max_tokens, min_groups=0)` -> at least `min_groups` row groups, of at most `max_tokens` real tokens each;
+    `lay(batch)` -> `ModelBatch`.
+    """
 
-    plan: Callable[[PaddedBatch, int], list[list[int]]]
+    plan: Callable[..., list[list[int]]]
     lay: Callable[[PaddedBatch], ModelBatch]
 
 
-def plan_rows(batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
+def plan_rows(batch: PaddedBatch, max_tokens: int, *, min_groups: int = 0) -> list[list[int]]:
     """Every row by itself."""
-    return plan_microbatches(lengths(batch), max_tokens=max_tokens)
+    return plan_microbatches(lengths(batch), max_tokens=max_tokens, min_groups=min_groups)
 
 
-def plan_trees(batch: PaddedBatch, max_tokens: int, *, least_shared: int = LEAST_SHARED) -> list[list[int]]:
+def plan_trees(
+    batch: PaddedBatch, max_tokens: int, *, min_groups: int = 0, least_shared: int = LEAST_SHARED
+) -> list[list[int]]:
     """Rows that begin alike together, what they have in common counted once."""
-    return plan_shared_microbatches(prefix_tree(batch, least_shared=least_shared), max_tokens=max_tokens)
+    tree = prefix_tree(batch, least_shared=least_shared)
+    return plan_shared_microbatches(tree, max_tokens=max_tokens, min_groups=min_groups)
 
 
 def sharing(*, least_shared: int = LEAST_SHARED) -> Layout:

@@ -41,22 +41,29 @@ def in_turn(works: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def share_of(layout: Layout, *, rank: int, ranks: int, deal: Deal = balanced) -> Layout:
-    """`layout` whose plan gives the micro-batches of one rank. A rank with fewer than another gets empty ones at the end.
+    """`layout` whose plan gives the micro-batches of one rank: a multiple of `ranks` is planned, and dealt.
 
-    An empty micro-batch is laid out as one token without a target, so it adds nothing to any sum.
+    A rank for which there are no rows gets an empty micro-batch. It is laid out as one token without a target, so it adds
+    nothing to any sum.
 
     >>> from fnppo import packed, padded_batch
-    >>> batch = padded_batch([[1], [1], [1]], [[2] * 5, [2] * 4, [2]])
-    >>> [share_of(packed, rank=rank, ranks=2).plan(batch, 6) for rank in (0, 1)]
-    [[[0], []], [[1], [2]]]
+    >>> batch = padded_batch([[1]] * 4, [[2] * 5, [2] * 4, [2], [2]])
+    >>> [share_of(packed, rank=rank, ranks=2).plan(batch, 9) for rank in (0, 1)]
+    [[[0, 3]], [[1, 2]]]
+    >>> [share_of(packed, rank=rank, ranks=3).plan(padded_batch([[1]], [[2]]), 9) for rank in (0, 1, 2)]
+    [[[0]], [[]], [[]]]
     """
     return Layout(partial(_plan, layout, rank, ranks, deal), layout.lay)
 
 
-def _plan(layout: Layout, rank: int, ranks: int, deal: Deal, batch: PaddedBatch, max_tokens: int) -> list[list[int]]:
-    groups = layout.plan(batch, max_tokens)
+def _plan(
+    layout: Layout, rank: int, ranks: int, deal: Deal, batch: PaddedBatch, max_tokens: int, *, min_groups: int = 0
+) -> list[list[int]]:
+    groups = layout.plan(batch, max_tokens, min_groups=max(min_groups, ranks))
+    if len(groups) % ranks:
+        groups = layout.plan(batch, max_tokens, min_groups=len(groups) + -len(groups) % ranks)
     work, sizes = work_of(2048), lengths(batch)
     dealt = deal([sum(work(sizes[row]) for row in group) for group in groups], ranks)
-    most = max(map(len, dealt), default=1) or 1
+    most = max(map(len, dealt))
     own = [groups[group] for group in dealt[rank]]
     return own + [[]] * (most - len(own))

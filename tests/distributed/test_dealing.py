@@ -45,4 +45,6 @@ def test_ranks_make_as_many_forwards():
         assert [len(plan) for plan in plans] == [counts] * ranks
         assert sorted(row for plan in plans for group in plan for row in group) == list(range(len(lengths)))
     assert share([90], 3) == [[[0]], [[]], [[]]]
+    assert share([20] * 5, 4) == [[[0, 4]], [[1]], [[2]], [[3]]]  # one each, where two would do
+    assert [len(plan) for plan in share([60] * 5, 2)] == [3, 3]  # five are too few, and not a multiple
     assert share([], 2) == [[[]], [[]]]
