@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
-SECONDS = 30  # that one call may take
+SECONDS = 90  # that one call may take, on a busy machine
 
 
 class Failed(Exception):
@@ -33,6 +33,10 @@ class Pool:
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
+        for pipe in self.pipes:
+            if not pipe.poll(300):
+                raise TimeoutError("the ranks have not started within 300 s")
+            pipe.recv()
 
     def run(
         self, function: Callable[..., Any], *args: Any, each: list[Any] | None = None, seconds: int = SECONDS
@@ -74,6 +78,9 @@ def _serve(rank: int, size: int, folder: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    import programs  # noqa: F401
+
+    pipe.send("ready")
     while True:
         try:
             function, args = pipe.recv()
