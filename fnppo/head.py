@@ -66,6 +66,10 @@ def chunked_logprobs(
         chunk_size = targets_per_chunk(vocab, hidden.dtype, hidden.device)
     check_count("chunk_size", chunk_size, least=1, remedy="A chunk holds at least 1 target; None chooses a size.")
     temperature = one_per_target(temperature, targets, like=hidden)
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"loss is a {type(loss).__name__}; a function is needed: (stats, places) -> scalar. Pass it uncalled."
+        )
     constants = Constants(scale, softcap, entropy)
     if inside_forward_mode():
         # Saved tensors of a custom Function lose outer tangents, so nested jvp would be silently wrong.

@@ -16,7 +16,7 @@ import torch
 from fnppo.arguments import check_type
 from fnppo.batching import plan_microbatches
 from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
-from fnppo.prefixes import LEAST_SHARED, prefix_tree
+from fnppo.prefixes import LEAST_SHARED, check_least_shared, prefix_tree
 from fnppo.rows import lengths, select_rows
 from fnppo.tree_plans import plan_shared_microbatches
 from fnppo.types import ModelBatch, PaddedBatch, PyTree
@@ -51,6 +51,7 @@ def sharing(*, least_shared: int = LEAST_SHARED) -> Layout:
     >>> sharing(least_shared=1).plan(padded_batch([[7], [5], [7]], [[6], [6], [9]]), 3)
     [[0, 2], [1]]
     """
+    check_least_shared(least_shared)
     lay = partial(pack_sequences, share_prefixes=True, least_shared=least_shared)
     return Layout(partial(plan_trees, least_shared=least_shared), lay)
 

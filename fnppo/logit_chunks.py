@@ -33,7 +33,7 @@ def targets_per_chunk(vocab: int, dtype: torch.dtype, device: torch.device, *, b
     >>> targets_per_chunk(150_000, torch.bfloat16, torch.device("cpu"), budget=10_000_000)
     16
     """
-    return max(1, (budget or _budget(device).chunk) // (vocab * precise(dtype).itemsize))
+    return max(1, (_budget(device).chunk if budget is None else budget) // (vocab * precise(dtype).itemsize))
 
 
 def targets_per_block(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -173,7 +173,7 @@ class Workspace:
             return logprobs, logprobs.new_empty(0)
         exp, product = self.exp_of_block(softmax.z), self.block[1][: logprobs.shape[0]]
         # A product and a sum: the sum is pairwise, where a dot product of 50k terms would lose 3e-4 in float32.
-        mean = torch.mul(exp, _finite(softmax.z), out=product).sum(-1) / softmax.total
+        mean = _finite(softmax.z, out=product).mul_(exp).sum(-1) / softmax.total
         return logprobs, log_total - mean
 
     def _gradients(
@@ -196,7 +196,7 @@ class Workspace:
         if self.constants.entropy:
             constant = (grad_logprobs + grad_entropy * (entropy - total.log())) * factor / total
             linear = grad_entropy * factor / total
-            torch.addcmul(-constant[:, None], _finite(z), -linear[:, None], out=z).mul_(exp)
+            torch.addcmul(-constant[:, None], _finite(z, out=z), -linear[:, None], out=z).mul_(exp)
         else:
             torch.mul(exp, (-grad_logprobs * factor / total)[:, None], out=z)
         z.scatter_add_(-1, token_ids[:, None], (grad_logprobs * factor)[:, None])
@@ -204,9 +204,9 @@ class Workspace:
             z.mul_(slope)
 
 
-def _finite(z: Tensor) -> Tensor:
-    """Clamps in place, where p is 0 in any precision: 0 · -inf is NaN, 0 · -10⁴ is 0."""
-    return z.clamp_(min=-1e4)
+def _finite(z: Tensor, *, out: Tensor) -> Tensor:
+    """Clamped where p is 0 in any precision: 0 · -inf is NaN, 0 · -10⁴ is 0."""
+    return torch.clamp(z, min=-1e4, out=out)
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

@@ -6,9 +6,9 @@ derivative of the loss in each log-prob and entropy. Told the loss beforehand, i
     forward    logits -> log-probs, entropies -> loss of these targets -> its derivative -> gradients in hidden and weight
     backward   hand them out
 
-That is right where the loss is a sum of terms of one target each, as token losses are. The backward looks: targets whose
-derivative is another after all, say because the loss weighs whole rows, pass through the head once more with the
-difference, in which the gradients are linear. So the numbers are those of two passes, whatever the loss does.
+That is right where the loss is a sum of terms of one target each, as token losses are. The backward looks, which asks the
+device one question: where a derivative is another after all, say because the loss weighs whole rows or is one of several, it
+makes all gradients again, in two passes. So the numbers are those of two passes, whatever the loss does.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnppo.head_gradients import Gradients, fast_gradients, logprob_gradients
+from fnppo.head_gradients import fast_gradients, logprob_gradients
 from fnppo.logit_chunks import Constants, Workspace, chunks
 from fnppo.transforms import inside_transform
 from fnppo.types import TokenStats
@@ -27,8 +27,9 @@ def one_pass_is_possible(*inputs: Tensor | None) -> bool:
     """Whether there are gradients to be made, at top level, and not in float16: its small ones vanish without the loss
     scale, which only the backward knows.
     """
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return wanted and not inside_transform() and inputs[0] is not None and inputs[0].dtype != torch.float16
+    given = [x for x in inputs if x is not None]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return wanted and not inside_transform() and all(x.dtype != torch.float16 for x in given)
 
 
 class OnePassHead(torch.autograd.Function):
@@ -71,23 +72,14 @@ class OnePassHead(torch.autograd.Function):
         hidden, weight, bias, ids, temp, entropy, *derivative = ctx.saved_tensors
         if not ctx.constants.entropy:
             entropy = grad_entropy = torch.zeros_like(grad_logprobs)
-
-        def two_passes(hidden: Tensor, *columns: Tensor) -> Gradients:
-            ids, temp, entropy, *grads = columns
-            return logprob_gradients(
-                ctx.constants, ctx.chunk_size, hidden, weight, bias, ids, temp, entropy, grads[0], grads[1],
+        gradients, ctx.gradients = ctx.gradients, None  # which are handed out once
+        told = zip(derivative, (grad_logprobs, grad_entropy), strict=True)
+        if gradients is None or torch.is_grad_enabled() or any(_differ(*pair) for pair in told):
+            del gradients  # before there are others
+            gradients = logprob_gradients(
+                ctx.constants, ctx.chunk_size, hidden, weight, bias, ids, temp, entropy, grad_logprobs, grad_entropy,
                 wanted=ctx.needs_input_grad[3:6],
             )  # fmt: skip
-
-        gradients, ctx.gradients = ctx.gradients, None  # which are handed out once
-        if gradients is None or torch.is_grad_enabled():
-            gradients = two_passes(hidden, ids, temp, entropy, grad_logprobs, grad_entropy)
-        else:
-            rest = grad_logprobs - derivative[0], grad_entropy - derivative[1]
-            other = _matters(rest[0], grad_logprobs) | _matters(rest[1], grad_entropy)
-            if len(rows := other.nonzero()[:, 0]):
-                corrections = two_passes(hidden[rows], *(column[rows] for column in (ids, temp, entropy, *rest)))
-                gradients = _corrected(gradients, corrections, rows)
         return (None, None, None, *gradients, None, None)
 
 
@@ -107,13 +99,6 @@ def _derivative(loss: Callable[[TokenStats, Tensor], Tensor], stats: TokenStats,
     return tuple(torch.where(x.isfinite(), x, torch.zeros_like(x)) for x in found)
 
 
-def _matters(rest: Tensor, whole: Tensor) -> Tensor:
-    """Where it is more than the last bits of the whole, or not a number."""
-    return ~(rest.abs() <= 4 * torch.finfo(rest.dtype).eps * whole.abs())
-
-
-def _corrected(gradients: Gradients, corrections: Gradients, rows: Tensor) -> Gradients:
-    """The gradients of all targets plus those of some."""
-    (hidden, *shared), (of_rows, *rest) = gradients, corrections
-    added = [None if x is None or y is None else x + y for x, y in zip(shared, rest, strict=True)]
-    return None if hidden is None or of_rows is None else hidden.index_add(0, rows, of_rows), added[0], added[1]
+def _differ(told: Tensor, taken: Tensor) -> bool:
+    """Whether any is apart by more than the last bits, or is not a number."""
+    return not bool(((taken - told).abs() <= 4 * torch.finfo(taken.dtype).eps * taken.abs()).all())

@@ -26,7 +26,7 @@ from torch import Tensor
 from fnppo.arguments import check_count, check_tensor
 from fnppo.checks import FLOAT_COLUMNS, check_batch, check_targets
 from fnppo.faults import Fault, refuse
-from fnppo.prefixes import LEAST_SHARED, tree_of_rows
+from fnppo.prefixes import LEAST_SHARED, check_least_shared, tree_of_rows
 from fnppo.types import ModelBatch, PackedInputs, PaddedBatch, PaddedInputs, Targets
 
 
@@ -75,6 +75,7 @@ def pack_sequences(
     batch = check_batch(batch)
     if pad_to is not None:
         check_count("pad_to", pad_to, least=1, remedy="None adds no filler.")
+    check_least_shared(least_shared)
     kept = _kept(batch)
     counts, parents = batch.attention_mask.sum(1), None
     order = location = torch.arange(kept.numel(), device=kept.device)

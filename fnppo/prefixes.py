@@ -82,6 +82,10 @@ def prefix_tree(batch: PaddedBatch, *, least_shared: int = LEAST_SHARED) -> Pref
     return tree_of_rows(batch.input_ids.cpu()[mask].split(mask.sum(1).tolist()), least_shared=least_shared)
 
 
+def check_least_shared(least_shared: int) -> None:
+    check_count("least_shared", least_shared, least=1, remedy="Use 1 to share whatever can be shared.")
+
+
 def tree_of_rows(rows: Sequence[Tensor], *, least_shared: int = LEAST_SHARED) -> PrefixTree:
     """`prefix_tree` of rows of token ids, [tokens] each.
 
@@ -93,7 +97,7 @@ def tree_of_rows(rows: Sequence[Tensor], *, least_shared: int = LEAST_SHARED) ->
     >>> tree_of_rows([tensor([7, 8, 5, 6]), tensor([7, 8, 5]), tensor([7, 8, 9])], least_shared=2)._asdict()
     {'parents': [-1, 0, 1, 0], 'starts': [0, 2, 3, 2], 'stops': [2, 3, 4, 3], 'rows': [0, 0, 0, 2], 'ends': [2, 1, 3]}
     """
-    check_count("least_shared", least_shared, least=1, remedy="Use 1 to share whatever can be shared.")
+    check_least_shared(least_shared)
     for ids in rows:
         check_tensor("a row", ids)
         check_ids("a row", ids)

@@ -36,16 +36,18 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegm
 def can_walk(query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments) -> bool:
     """Whether the kernel takes these tensors, and the segments are parts of trees."""
     same = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
-    return packed.parts is not None and query.device.type == "cpu" and same
+    # The kernel reads the numbers of a head as neighbours, and does not look whether they are.
+    neighbours = all(x.stride(-1) == 1 for x in (query, key, value))
+    return packed.parts is not None and query.device.type == "cpu" and same and neighbours
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: tuple[Part, ...], scaling: float) -> Tensor:
-        output = torch.empty_like(query)
-        log_sum = torch.full(
-            query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device
-        )
+        # What parts are added up in: rounded at every ancestor, a long dialogue would lose a bit each few turns.
+        precise = torch.promote_types(query.dtype, torch.float32)
+        output = torch.empty_like(query, dtype=precise)
+        log_sum = torch.full(query.shape[:3], -torch.inf, dtype=precise, device=query.device)
         for q, k, causal in parts:
             o, own = _forward(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, causal, scale=scaling)
             if causal:  # the first part of its queries
@@ -53,9 +55,10 @@ class _TreeAttention(torch.autograd.Function):
                 continue
             before = log_sum[:, :, q]
             joined = torch.logaddexp(before, own)
-            old, new = (torch.exp(x - joined)[..., None].to(o.dtype) for x in (before, own))
+            old, new = (torch.exp(x - joined)[..., None] for x in (before, own))
             output[:, :, q] = output[:, :, q] * old + o * new
             log_sum[:, :, q] = joined
+        output = output.to(query.dtype)
         ctx.parts, ctx.scaling = parts, scaling
         ctx.save_for_backward(query, key, value, output, log_sum)
         return output
@@ -64,7 +67,7 @@ class _TreeAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = [torch.empty_like(x, dtype=log_sum.dtype) for x in (query, key, value)]
         for q, k, causal in ctx.parts:
             found = _backward(
                 grad[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q], log_sum[:, :, q],
@@ -75,4 +78,4 @@ class _TreeAttention(torch.autograd.Function):
                     total[:, :, place] = own
                 else:
                     total[:, :, place] += own
-        return (*grads, None, None)
+        return (*(total.to(query.dtype) for total in grads), None, None)

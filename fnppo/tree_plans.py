@@ -89,6 +89,8 @@ def _halved(
     parts: list[list[int]], tree: PrefixTree, lines: list[list[int]], works: list[int], count: int
 ) -> list[list[int]]:
     """Halve the part with the most work after its first branch until there are `count`, or no part has two rows."""
+    if len(parts) >= count:
+        return parts
 
     def work_after(common: int, rows: list[int]) -> int:
         return sum(

@@ -286,7 +286,7 @@ def test_works_on_a_view_from_a_custom_function():
 def test_entropy_is_skipped_unless_asked(monkeypatch):
     """D6: no entropy is computed, and log-probs and gradients are the same."""
     calls, original = [], logit_chunks._finite
-    monkeypatch.setattr(logit_chunks, "_finite", lambda *args: calls.append(1) or original(*args))
+    monkeypatch.setattr(logit_chunks, "_finite", lambda z, **to: calls.append(1) or original(z, **to))
     hidden, weight, _, ids, _ = head_inputs()
     counts, grads = [], []
     for entropy in (True, False):

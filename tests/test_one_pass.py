@@ -148,6 +148,7 @@ def test_float16_and_forwards_without_gradients_are_not_told():
     never = lambda stats, places: pytest.fail("the loss was called")
     chunked_logprobs(hidden, ids, weight=weight, loss=never)
     chunked_logprobs(hidden.half().requires_grad_(), ids, weight=weight.half(), loss=never)
+    chunked_logprobs(hidden.float().requires_grad_(), ids, weight=weight.half(), loss=never)
     with torch.no_grad():
         chunked_logprobs(hidden.requires_grad_(), ids, weight=weight, loss=never)
     torch.func.grad(lambda x: chunked_logprobs(x, ids, weight=weight, loss=never).logprobs.sum())(hidden.detach())
@@ -166,3 +167,41 @@ def test_stats_without_entropy():
         assert stats.entropy is None
         found.append(torch.autograd.grad((stats.logprobs * torch.arange(5)).sum(), leaves))
     assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1 / 8, 1 / 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_multiple_of_the_loss_that_was_told(dtype, factor):
+    """As where the loss is divided by the micro-batches: no worse than two passes, in whose rounding it would drown."""
+    hidden, weight, _, ids, _ = head_inputs(targets=40, vocab=50)
+    loss = lambda stats, places=slice(None): (torch.arange(40.0, dtype=F64)[places].sin() * stats.logprobs).sum()
+    found = []
+    for told, kind in ((None, F64), (None, dtype), (loss, dtype)):
+        leaves = hidden.detach().to(kind).requires_grad_(), weight.detach().to(kind).requires_grad_()
+        stats = chunked_logprobs(leaves[0], ids, weight=leaves[1], loss=told)
+        found.append([grad.double() for grad in torch.autograd.grad(factor * loss(stats), leaves)])
+    exact, two, one = found
+    for right, a, b in zip(exact, two, one, strict=True):
+        assert (b - right).norm() <= 1.01 * (a - right).norm()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 2e-3, 1e-2])
+def test_a_cap_at_low_temperatures(temperature):
+    """Logits so far apart that the entropy leaves some of them out: their slope is that of the logit itself."""
+    hidden, found = torch.tensor([[30.0, -10.0, 0.0, 0.0]], dtype=F64), []
+    loss = lambda stats, places: stats.logprobs.sum() + stats.entropy.sum()
+    for told in (None, loss):
+        leaf = hidden.clone().requires_grad_()
+        stats = chunked_logprobs(
+            leaf, torch.tensor([1]), weight=torch.eye(4, dtype=F64), softcap=30.0, temperature=temperature, loss=told
+        )
+        found.append(torch.autograd.grad(loss(stats, None), leaf)[0])
+    assert_close(found[1], found[0], rtol=1e-12, atol=0)
+    assert found[0].abs().max() > 1
+
+
+@pytest.mark.parametrize("wrong", [5, "ppo"])
+def test_a_loss_that_is_no_function(wrong, unchecked):
+    hidden, weight, _, ids, _ = head_inputs()
+    with pytest.raises(ValueError, match=r"a function is needed: \(stats, places\) -> scalar"):
+        chunked_logprobs(hidden, ids, weight=weight, loss=wrong)

@@ -155,9 +155,7 @@ def test_the_head(dtype, softcap):
         stats = fnppo.chunked_logprobs(states, torch.zeros(targets, dtype=torch.long), weight=weight, softcap=softcap)
         torch.autograd.grad((stats.logprobs + stats.entropy).sum(), (states, weight))
     layer = BY_HAND.layers[0]
-    shape = BY_HAND._replace(
-        dtype=dtype, vocabulary=vocab, hidden=hidden, softcap=softcap is not None, layers=(layer._replace(times=0),)
-    )
+    shape = BY_HAND._replace(dtype=dtype, vocabulary=vocab, hidden=hidden, layers=(layer._replace(times=0),))
     assert_close(memory_of(shape, Layout(), tokens=targets, device="cpu").head, live.peak)
 
 
@@ -292,7 +290,6 @@ BY_HAND = Shape(
     vocabulary=20,
     hidden=10,
     tied=False,
-    softcap=False,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnppo import math_attention, sdpa_attention
 from fnppo.segments import segments_of
+from fnppo.types import PackedInputs
 
 
 def calls(run):
@@ -70,3 +71,29 @@ def test_within_the_rounding_of_the_definition(dtype):
         found.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
     for exact, rounded in zip(*found, strict=True):
         assert_close(rounded.double(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps * exact.abs().max().item())
+
+
+def test_numbers_of_a_head_that_are_no_neighbours():
+    """The kernel would read beside them."""
+    inputs, qkv = tree()[0], tensors(4, 2, 10, value_dim=4)
+    apart = [x.mT.contiguous().mT.requires_grad_() for x in qkv]
+    assert all(x.stride(-1) != 1 for x in apart)
+    found, expected = (run(backend, apart, inputs, scaling=0.5) for backend in (sdpa_attention, math_attention))
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    grads = [torch.autograd.grad(x.square().sum(), apart) for x in (found, expected)]
+    assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+def test_long_dialogues_in_half_precision():
+    """Sums over ancestors are not rounded at each: 200 turns are as exact as one segment of their tokens."""
+    turns, each = 200, 3
+    tokens = turns * each
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 2, tokens, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    qkv = [x.bfloat16() for x in qkv]
+    one = PackedInputs(torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), torch.tensor([0, tokens]))
+    bounds = torch.arange(0, tokens + 1, each)
+    many = one._replace(cu_seqlens=bounds, parents=torch.arange(-1, turns - 1))
+    exact = run(math_attention, [x.double() for x in qkv], one, scaling=0.35)
+    errors = [(run(sdpa_attention, qkv, inputs, scaling=0.35).double() - exact).norm() for inputs in (one, many)]
+    assert errors[1] <= 1.5 * errors[0]

@@ -78,7 +78,6 @@ def shape_of(
         vocabulary=weight.shape[0],
         hidden=weight.shape[1],
         tied=weight is module.get_input_embeddings().weight,
-        softcap=head.softcap is not None,
         notes=_notes(asked),
     )
 

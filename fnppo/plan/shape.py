@@ -50,8 +50,6 @@ class Shape(NamedTuple):
     vocabulary: int
     hidden: int
     tied: bool
-    softcap: bool
-    """Whether the head's logits are capped, which takes one more buffer."""
     notes: tuple[str, ...] = ()
     """What the estimate leaves out of this model."""
 
