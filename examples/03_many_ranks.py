@@ -27,6 +27,7 @@ args = parser.parse_args()
 device = start()
 mesh = make_mesh(sequence=args.sequence)
 ranks, rank = dist.get_world_size() // args.sequence, dist.get_rank() // args.sequence  # that have rows of their own
+responses = max(16 // ranks, 4)  # of a rank to a prompt
 
 torch.manual_seed(0)  # the same weights on every rank
 config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -44,13 +45,14 @@ restored = actor.load(f"{args.folder}/checkpoints")
 for step in range(0 if restored is None else restored.step, args.steps):
     params = dict(actor.gathered())  # a large model would go to a server that samples
     batch = generate(
-        params, [[1, 2], [3]], policy=sampler, max_new_tokens=8, num_responses=16 // ranks, seed=step * ranks + rank,
+        params, [[1, 2], [3]], policy=sampler, max_new_tokens=8, num_responses=responses, seed=step * ranks + rank,
         eos_token_id=(),
     )  # fmt: skip
     rewards = ((batch.input_ids == 7) & batch.loss_mask).float().sum(1)  # how often it says token 7
     advantages = fnppo.grpo_advantages(rewards, batch.groups)
-    batch = batch._replace(advantages=advantages[:, None].expand(batch.input_ids.shape))
-    metrics = actor.update_policy(batch, loss_fn=loss_fn, mini_batch_size=32, max_tokens=100)
+    groups = batch.groups + 2 * rank  # numbered over all ranks
+    batch = batch._replace(advantages=advantages[:, None].expand(batch.input_ids.shape), groups=groups)
+    metrics = actor.update_policy(batch, loss_fn=loss_fn, mini_batch_size=2 * responses * ranks, max_tokens=100)
     reward = rewards.mean()
     dist.all_reduce(reward)
     if dist.get_rank() == 0:

@@ -2,7 +2,7 @@
 
 The files, in the order in which to read them: `mesh` (which ranks do what), `sharding` (the readable version), `rows` and
 `dealing` (who computes which rows), `ulysses` (who computes which tokens), `engine` (FSDP2 under a `Policy`), `reduce`,
-`failures`, `actor`.
+`checkpoint`, `actor`.
 """
 
 from fnppo.distributed.actor import FSDPActor

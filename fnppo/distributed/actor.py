@@ -18,12 +18,12 @@ from fnppo.checkpoint import save_pretrained
 from fnppo.checks import check_batch, check_vocabulary
 from fnppo.distributed.checkpoint import Restored, Saving, begin_save, load
 from fnppo.distributed.dealing import Deal, balanced, share_of
-from fnppo.distributed.engine import gradients_of, inside, shard_policy
+from fnppo.distributed.engine import gradients_of, inside, reshard, shard_policy
 from fnppo.distributed.mesh import make_mesh, ranks_of
 from fnppo.distributed.reduce import raise_together
 from fnppo.distributed.rows import AllRows, gather_rows, own_rows
 from fnppo.distributed.ulysses import split_tokens
-from fnppo.dtensor import whole
+from fnppo.dtensor import local, whole
 from fnppo.functional import functional_policy
 from fnppo.gradients import LossFn
 from fnppo.layouts import Layout, packed
@@ -106,7 +106,7 @@ class FSDPActor:
         Raises:
             ValueError: as there, on every rank, with the rank and its row.
         """
-        rows = self._gather(batch, layout, max_tokens)
+        rows = self._gather(batch, layout, max_tokens, temperature=temperature, entropy=entropy)
         forward = partial(
             compute_logprobs, batch=rows.batch, policy=self.policy, temperature=temperature, max_tokens=max_tokens,
             entropy=entropy, chunk_size=chunk_size, layout=self._share(layout),
@@ -131,13 +131,15 @@ class FSDPActor:
         """`fnppo.update_policy` on the rows of all ranks. `params` and `opt_state` are changed in place.
 
         Args:
-            batch: this rank's rows; maybe none.
-            loss_fn: (params, micro-batch) -> (loss, metrics), over `policy` of this actor. It is called with gathered
-                parameters of the embeddings and the head, and must be a sum over targets, as the losses of `fnppo` are:
-                every rank adds its part.
+            batch: this rank's rows; maybe none. `groups` are numbers of prompts among all ranks: the same number on two ranks
+                is the same prompt.
+            loss_fn: (params, micro-batch) -> (loss, metrics), over `policy` of this actor, of which it makes one forward. It
+                is called with gathered parameters of the embeddings and the head, and must be a sum over targets, as the
+                losses of `fnppo` are: every rank adds its part.
             mini_batch_size: rows of one optimizer step, over all ranks.
             max_tokens: limit of real tokens of one forward of one group of sequence ranks.
-            prepare: as in `fnppo.update_policy`; it is given the rows of all ranks, on every rank.
+            prepare: as in `fnppo.update_policy`; it is given the rows of all ranks, on every rank, and so what it computes is
+                computed by each of them.
             num_epochs, weights, seed, layout: as there, the same on every rank.
 
         Returns:
@@ -146,10 +148,13 @@ class FSDPActor:
         Raises:
             ValueError: as in `fnppo.update_policy`, on every rank, with the rank and its row.
         """
-        rows = self._gather(batch, layout, max_tokens)
+        rows = self._gather(
+            batch, layout, max_tokens, mini_batch_size=mini_batch_size, num_epochs=num_epochs, seed=seed
+        )
+        optimizer = Optimizer(self.optimizer.init, self._update)
         self.params, self.opt_state, metrics = update_policy(
             self.params, self.opt_state, rows.batch,
-            loss_fn=loss_fn, optimizer=self.optimizer, mini_batch_size=mini_batch_size, max_tokens=max_tokens,
+            loss_fn=loss_fn, optimizer=optimizer, mini_batch_size=mini_batch_size, max_tokens=max_tokens,
             num_epochs=num_epochs, prepare=None if prepare is None else self._prepared(prepare), weights=weights,
             seed=seed, layout=self._share(layout), donate=True, accumulate=self._gradients,
         )  # fmt: skip
@@ -172,14 +177,14 @@ class FSDPActor:
             wait: False returns once everything is copied to host memory; training goes on while it is written. The next
                 `save`, and `wait()` of what is returned, wait until it is complete, and raise what went wrong.
         """
-        if self._saving is not None:
-            self._saving.wait()
+        self._finish_saving()
         self._saving = begin_save(
             folder, self._state(), step=step, position=position or {}, keep=keep, group=self._files
         )  # fmt: skip
+        saving = self._saving
         if wait:
-            self._saving.wait()
-        return self._saving
+            self._finish_saving()
+        return saving
 
     def load(self, folder: str | os.PathLike[str]) -> Restored | None:
         """Go on from the last complete checkpoint of a folder, of whatever mesh; None where there is none.
@@ -187,6 +192,8 @@ class FSDPActor:
         Raises:
             ValueError: on every rank: the checkpoint is damaged, or of another model or optimizer.
         """
+        self._finish_saving()
+        reshard(self._root)
         return load(folder, self._state(), group=self._files)
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
@@ -195,13 +202,17 @@ class FSDPActor:
         Every rank walks it to its end, since each parameter is gathered by all of them. In the order of names.
         """
         for name in sorted(self._all):
-            yield name, whole(self._all[name].detach())
+            parameter = self._all[name].detach()
+            value, here = whole(parameter), local(parameter)
+            alias = value.untyped_storage().data_ptr() == here.untyped_storage().data_ptr()
+            yield name, value.clone() if alias else value  # the next update changes what is here
 
     def export(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
         """A folder that plain transformers, vLLM and SGLang load: config, safetensors and the tokenizer (`save_pretrained`).
 
         Every rank calls it. The first keeps all parameters in host memory, and writes.
         """
+        self._finish_saving()
         first = self._ranks.world.rank() == 0
         params = {}
         for name, parameter in self.gathered():
@@ -215,6 +226,17 @@ class FSDPActor:
                 error = str(failed)
         raise_together(error, self._ranks.world)
 
+    def _finish_saving(self) -> None:
+        """Wait for a checkpoint that is on its way. What went wrong on one rank is raised on all."""
+        error, saving, self._saving = None, self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        except Exception as failed:
+            error = str(failed)
+        raise_together(error, self._files)
+
     @cached_property
     def _files(self) -> dist.ProcessGroup:
         """A group of its own for checkpoints, which are written while the others are in use, from host memory."""
@@ -224,12 +246,21 @@ class FSDPActor:
     def _state(self) -> dict[str, Any]:
         return {"params": self.params, "opt_state": self.opt_state}
 
-    def _gather(self, batch: PaddedBatch, layout: Layout, max_tokens: int) -> AllRows:
+    def _update(self, grads: Any, state: Any, params: Any, *, donate: bool = False) -> tuple[Any, Any]:
+        """The optimizer's update. The state is kept at once: a later step may fail, and the moments have changed in place."""
+        updates, self.opt_state = self.optimizer.update(grads, state, params, donate=donate)
+        return updates, self.opt_state
+
+    def _gather(self, batch: PaddedBatch, layout: Layout, max_tokens: int, **alike: Any) -> AllRows:
+        device = self._ranks.shards.device_type
+
         def check(batch: PaddedBatch) -> None:
             check_vocabulary(check_batch(batch), self.policy.vocab_size, self.policy.max_positions)
+            if batch.input_ids.device.type != device:
+                raise ValueError(f"the batch is on {batch.input_ids.device}, the model on {device}. Move the batch.")
             layout.plan(batch, max_tokens)
 
-        return gather_rows(batch, self._ranks, check=check)
+        return gather_rows(batch, self._ranks, check=check, alike=alike | {"max_tokens": max_tokens})
 
     def _prepared(self, prepare: Prepare) -> Prepare:
         return lambda params, mini_batch: inside(self._root, prepare, mini_batch)

@@ -58,8 +58,7 @@ class Saving:
         """Return when the checkpoint is complete. Raises what went wrong."""
         self._thread.join()
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -110,7 +109,10 @@ def begin_save(
     about = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()}
     state |= {f"rng/{rank}/{name}": value for name, value in _random_state().items()}
     written: Any = state_dict_saver.async_save(state, checkpoint_id=partial, process_group=group, no_dist=False)
-    manifest = {"fnppo_sharded": FORMAT, "step": step, "position": json.loads(text), "ranks": ranks, "tensors": about}
+    manifest = {
+        "fnppo_sharded": FORMAT, "step": step, "position": json.loads(text), "ranks": ranks, "tensors": about,
+        "rng": sorted(_random_state()),
+    }  # fmt: skip
 
     def finish() -> None:
         written.result()
@@ -123,7 +125,7 @@ def begin_save(
         files = {".metadata": _digest(partial / ".metadata")}
         for part in parts:
             files |= json.loads(part.read_text())
-        _write(partial / MANIFEST, manifest | {"files": files})
+        _write(partial / MANIFEST, _sealed(manifest | {"files": files}))
         _sync(partial)
         partial.rename(final)
         _sync(folder)
@@ -135,7 +137,7 @@ def begin_save(
             finish()
         except BaseException as error:
             with contextlib.suppress(OSError):
-                (partial / f"{FAILED}{rank}").write_text(str(error))
+                _write(partial / f"{FAILED}{rank}", str(error))
             raise
 
     return Saving(finish_or_tell)
@@ -160,11 +162,12 @@ def load(folder: str | os.PathLike[str], tree: PyTree, *, group: dist.ProcessGro
         manifest = _manifest(path, state)
         for name in sorted(manifest["files"])[rank::ranks]:
             _compare(path / name, manifest["files"][name])
-    except ValueError as refused:
+    except Exception as refused:
         error = str(refused)
     raise_together(error, group)
-    same = manifest["ranks"] == ranks
-    rng = {f"rng/{rank}/{name}": value for name, value in _random_state().items()} if same else {}
+    own = _random_state()
+    same = manifest["ranks"] == ranks and manifest["rng"] == sorted(own)
+    rng = {f"rng/{rank}/{name}": value for name, value in own.items()} if same else {}
     state_dict_loader.load(state | rng, checkpoint_id=path, process_group=group)
     _set_random_state({name.rpartition("/")[2]: value for name, value in rng.items()})
     return Restored(manifest["step"], manifest["position"], same)
@@ -175,7 +178,11 @@ def checkpoints(folder: Path) -> list[Path]:
     found = [
         path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and (path / MANIFEST).exists()
     ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def named(tree: PyTree) -> dict[str, Tensor]:
@@ -188,13 +195,18 @@ def _manifest(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
     """The manifest of a checkpoint, if it is one of these tensors."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        version, tensors, _ = manifest["fnppo_sharded"], manifest["tensors"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        version = manifest["fnppo_sharded"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint of fnppo, or its {MANIFEST} is damaged ({error}). Remove it to load the one before."
         ) from error
     if version != FORMAT:
         raise ValueError(f"{path} has version {version}; {FORMAT} is known. Load it with the fnppo that wrote it.")
+    if _sealed(manifest) != manifest:
+        raise ValueError(
+            f"{path}: its {MANIFEST} has other content than was written. Remove it to load the one before."
+        )
+    tensors = manifest["tensors"]
     about = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in state.items()}
     for name in sorted(about.keys() | tensors.keys()):
         here, there = (f"{side[name][1]} {side[name][0]}" if name in side else "nothing" for side in (about, tensors))
@@ -203,6 +215,13 @@ def _manifest(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
                 f"{path}: {name} is {there}, expected {here}. It belongs to another run: name another folder."
             )
     return manifest
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the digest of all else that is in it."""
+    rest = {name: value for name, value in manifest.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True).encode()
+    return rest | {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
 
 
 def _compare(file: Path, digest: str) -> None:
@@ -231,7 +250,8 @@ def _sync(folder: Path) -> None:
     """Make renames in a folder last through a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -246,8 +266,8 @@ def _remove(path: Path) -> None:
 def _make_room(folder: Path, final: Path, partial: Path) -> str | None:
     """An empty folder to write to, and nothing of what was killed; or what is in the way."""
     try:
-        if final.exists():
-            return f"{final} is there already. Load it to go on from it, or name another folder."
+        if (there := checkpoints(folder)) and _step(there[-1]) >= _step(final):
+            return f"{there[-1]} is there already. Load it to go on from it, or name another folder."
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".step-*"):
             shutil.rmtree(left)
@@ -257,12 +277,13 @@ def _make_room(folder: Path, final: Path, partial: Path) -> str | None:
     return None
 
 
-def _wait_for(condition: Callable[[], bool], partial: Path, *, seconds: float = 600.0) -> None:
+def _wait_for(condition: Callable[[], bool], partial: Path, *, seconds: float = 3600.0) -> None:
     """Wait for what other ranks write, until it is there, or one of them has failed."""
     limit = time.monotonic() + seconds
     while not condition():
-        for failed in partial.glob(f"{FAILED}*"):
-            raise ValueError(f"rank {failed.name.removeprefix(FAILED)} has not written its part: {failed.read_text()}")
+        for failed in partial.glob(f"{FAILED}*[0-9]"):
+            said = json.loads(failed.read_text())
+            raise ValueError(f"rank {failed.name.removeprefix(FAILED)} has not written its part: {said}")
         if time.monotonic() > limit:
             raise ValueError(f"another rank has not written its part within {seconds:.0f} s. Look at its messages.")
         time.sleep(0.01)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fnppo.arguments import check_type
 from fnppo.distributed.mesh import Ranks
 from fnppo.distributed.reduce import raise_together, sum_losses
 from fnppo.gradients import LossFn, checked_loss, detached
@@ -77,14 +78,21 @@ def inside(root: Root, function: Callable[..., Any], *args: Any) -> Any:
         with torch.no_grad():
             return root(function, *args)
     finally:
-        root.reshard()  # type: ignore[operator]
+        reshard(root)
+
+
+def reshard(root: Root) -> None:
+    """Free what is gathered of all modules, which would else be used again although the shards have changed."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def gradients_of(root: Root, policy: Policy, ranks: Ranks) -> Accumulate:
     """`accumulate_gradients` for the sharded model: losses, metrics and gradients are summed over micro-batches and ranks.
 
     Where the loss of one rank cannot be computed, that rank goes on with the others to the end of the step, adds nothing,
-    and then all of them raise its error. No rank waits for another, and the parameters are as before.
+    and then all of them raise its error. No rank waits for another, and the parameters are as before the step.
     """
 
     def accumulate(loss_fn: LossFn, params: Params, batches: Iterable[Any]) -> tuple[tuple[Tensor, Metrics], Params]:
@@ -92,23 +100,25 @@ def gradients_of(root: Root, policy: Policy, ranks: Ranks) -> Accumulate:
         coarse = {name: leaf for name, leaf in params.items() if leaf.dtype in (torch.float16, torch.bfloat16)}
         sums = {name: torch.zeros_like(leaf, dtype=torch.float32) for name, leaf in coarse.items()}
         total, failure = None, None
-        for number, batch in enumerate(batches):
-            loss, metrics, error = root(_loss_or_error, loss_fn, policy, batch)
-            torch.autograd.backward(loss)
-            for name, leaf in coarse.items():
-                if leaf.grad is not None:
-                    sums[name] += leaf.grad
-                    leaf.grad = None
-            if error is not None:
-                failure = failure or f"micro-batch {number}: {error}"
-                continue
-            part = loss.detach(), detached(metrics)
-            total = part if total is None else (total[0] + part[0], merge_metrics(total[1], part[1]))
-            del loss, metrics
-        grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in params.items()}
+        try:
+            for number, batch in enumerate(batches):
+                loss, metrics, error = root(_loss_or_error, loss_fn, policy, batch)
+                torch.autograd.backward(loss)
+                for name, leaf in coarse.items():
+                    if leaf.grad is not None:
+                        sums[name] += leaf.grad
+                        leaf.grad = None
+                if error is not None:
+                    failure = failure or f"micro-batch {number}: {error}"
+                    continue
+                part = loss.detach(), detached(metrics)
+                total = part if total is None else (total[0] + part[0], merge_metrics(total[1], part[1]))
+                del loss, metrics
+            grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in params.items()}
+        finally:
+            for leaf in params.values():
+                leaf.grad = None
         grads |= {name: sums[name].to(leaf.dtype) for name, leaf in coarse.items()}
-        for leaf in params.values():
-            leaf.grad = None
         raise_together(failure, ranks.world)
         assert total is not None, "a rank has at least one micro-batch, which may be empty"
         loss, metrics = total
@@ -125,13 +135,16 @@ def _loss_or_error(
     run.began, run.hidden = False, None
     try:
         loss, metrics = checked_loss(loss_fn(params, batch))
-        return loss, metrics, None
-    except Exception as error:
+        check_type("what loss_fn gave as metrics", metrics, Metrics, "Return (loss, fnppo.Metrics(...)).")
+        error = None
+    except Exception as failed:
         if run.began and run.hidden is None:
             raise  # in the layers themselves, where the ranks are apart for good
-        if not run.began:
+        loss, metrics, error = torch.zeros((), device=batch.targets.token_ids.device), None, failed
+    try:
+        if run.hidden is None:
             policy.hidden_states(params, _filler(batch))
-        return 0 * run.hidden.sum(), None, error
+        return loss + 0 * run.hidden.sum(), metrics, error  # the backward goes through the layers on every rank
     finally:
         run.hidden = None
 
@@ -151,7 +164,8 @@ class RunModule:
             )
         self.began = True
         hidden: Tensor = backbone_of(skeleton)(**arguments).last_hidden_state
-        self.hidden = hidden
+        if hidden.requires_grad:
+            self.hidden = hidden
         return hidden
 
 

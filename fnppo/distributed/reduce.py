@@ -1,5 +1,6 @@
 """Losses, metrics and errors of all ranks, on every rank."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,19 +12,32 @@ from fnppo.metrics import Metrics
 
 
 def sum_losses(loss: Tensor, metrics: Metrics, group: dist.ProcessGroup) -> tuple[Tensor, Metrics]:
-    """Loss and metrics of the targets of all ranks, which are disjoint. Every rank has metrics of the same names.
+    """Loss and metrics of the targets of all ranks, which are disjoint. A name that a rank has not adds nothing there.
 
-    One message for the sums and one for the extremes, in float64, in which counts are exact up to 2⁵³.
+    One message for the names, one for the sums and one for the extremes, in float64, in which counts are exact up to 2⁵³.
     """
-    added = (metrics.per_step, metrics.per_token, metrics.totals)
-    sums = _reduced([loss, *(value for kind in added for value in kind.values())], dist.ReduceOp.SUM, group)
-    highs = _reduced(
-        [*metrics.maxima.values(), *(-value for value in metrics.minima.values())], dist.ReduceOp.MAX, group
-    )
+    mine = [{name: (value.dtype, value.shape) for name, value in kind.items()} for kind in metrics]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    empty = (0.0, 0.0, 0.0, math.inf, -math.inf)  # of each kind, what changes no other
+    full = [
+        {
+            name: kind.get(name, torch.full(shape, none, dtype=dtype, device=loss.device))
+            for name, (dtype, shape) in sorted(
+                {n: about for kinds in found for n, about in kinds[place].items()}.items()
+            )
+        }
+        for place, (kind, none) in enumerate(zip(metrics, empty, strict=True))
+    ]
+    sums = _reduced([loss, *(value for kind in full[:3] for value in kind.values())], dist.ReduceOp.SUM, group)
+    extremes = [*(-value for value in full[3].values()), *full[4].values()]
+    unknown = _reduced([value.isnan().double() for value in extremes], dist.ReduceOp.MAX, group)
+    highs = _reduced([value.nan_to_num(-math.inf, math.inf, -math.inf) for value in extremes], dist.ReduceOp.MAX, group)
+    highs = iter([torch.where(bad > 0, math.nan, high) for bad, high in zip(unknown, highs, strict=True)])
     total = next(sums)
-    per_step, per_token, totals = ({name: next(sums) for name in kind} for kind in added)
-    maxima = {name: next(highs) for name in metrics.maxima}
-    minima = {name: -next(highs) for name in metrics.minima}
+    per_step, per_token, totals = ({name: next(sums) for name in kind} for kind in full[:3])
+    minima = {name: -next(highs) for name in full[3]}
+    maxima = {name: next(highs) for name in full[4]}
     return total, Metrics(per_step, per_token, totals, minima, maxima)
 
 

@@ -26,16 +26,19 @@ class AllRows(NamedTuple):
     width: int  # of this rank's rectangle
 
 
-def gather_rows(batch: PaddedBatch, ranks: Ranks, *, check: Callable[[PaddedBatch], Any]) -> AllRows:
+def gather_rows(
+    batch: PaddedBatch, ranks: Ranks, *, check: Callable[[PaddedBatch], Any], alike: dict[str, Any] | None = None
+) -> AllRows:
     """The rows of all data ranks. The ranks of one sequence group pass the same batch.
 
     Args:
         batch: this rank's rows, maybe none. Widths may differ.
         check: raises a `ValueError` where something is wrong with a batch. What it says on one rank is raised on all.
+        alike: arguments that must be the same on all ranks.
 
     Raises:
         ValueError: on every rank, what `check` said on one of them; a column is not there on all ranks, or has another
-            dtype; ranks of a sequence group differ.
+            dtype or device; ranks of a sequence group, or arguments, differ.
     """
     try:
         check(batch)
@@ -44,7 +47,9 @@ def gather_rows(batch: PaddedBatch, ranks: Ranks, *, check: Callable[[PaddedBatc
         error = str(refused)
     raise_together(error, ranks.world)
     found: list[Any] = [None] * ranks.world.size()
-    dist.all_gather_object(found, (ranks.data.rank(), _description(batch)), group=ranks.world)
+    dist.all_gather_object(
+        found, (ranks.data.rank(), _description(batch, ranks.sequence.size() > 1, alike or {})), group=ranks.world
+    )
     shapes: dict[int, Any] = {}
     for rank, (data_rank, description) in enumerate(found):
         _compare(rank, description, found[0][1], shapes.setdefault(data_rank, description))
@@ -70,20 +75,26 @@ def own_rows(values: Any, rows: AllRows) -> Any:
     return optree.tree_map(lambda column: column[rows.own, : rows.width], values)
 
 
-def _description(batch: PaddedBatch) -> dict[str, Any]:
+def _description(batch: PaddedBatch, digested: bool, alike: dict[str, Any]) -> dict[str, Any]:
     columns = {name: column for name, column in batch._asdict().items() if isinstance(column, Tensor)} | batch.extra
     digest = hashlib.blake2b(digest_size=16)
-    for column in columns.values():
+    for column in columns.values() if digested else ():
         digest.update(column.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return {
         "shape": tuple(batch.input_ids.shape),
-        "columns": {name: str(column.dtype) for name, column in columns.items()},
+        "columns": {name: f"{column.dtype} on {column.device.type}" for name, column in columns.items()},
+        "alike": alike,
         "digest": digest.hexdigest(),
     }
 
 
 def _compare(rank: int, own: dict[str, Any], first: dict[str, Any], of_group: dict[str, Any]) -> None:
-    for name in own["columns"].keys() | first["columns"].keys():
+    for name, value in own["alike"].items():
+        if value != first["alike"][name]:
+            raise ValueError(
+                f"{name} is {value} on rank {rank}, {first['alike'][name]} on rank 0. Pass the same on all ranks."
+            )
+    for name in sorted(own["columns"].keys() | first["columns"].keys()):
         here, there = (side["columns"].get(name, "not there") for side in (own, first))
         if here != there:
             raise ValueError(

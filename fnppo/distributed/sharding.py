@@ -1,6 +1,6 @@
 """Sharded parameters as a tree of DTensors: the readable version of what `fnppo.distributed.engine` does with FSDP2.
 
-    shards = shard_params(params, mesh)                       each rank keeps its rows of every parameter
+    shards = shard_params(params, ranks_of(mesh))             each rank keeps its rows of every parameter
     loss_fn(gather_params(shards), micro_batch)               all-gather; its backward is a reduce-scatter
 
 Nothing else changes: `value_and_grad` gives a tree of sharded gradients, and the optimizers take it.

@@ -105,28 +105,65 @@ def refused(batch, shape, options):
 
 
 def failing_loss(batch, shape, where, options):
-    """An update whose loss raises on one rank; then one that does not, on the same actor."""
-    actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
-    before, right = whole(actor.params), loss_function(actor.policy, "ppo")
+    """An update whose loss fails on one rank, in its last step; then one that does not, on the same actor.
 
-    def loss_fn(params, micro_batch):
-        if where == "before the layers" and dist.get_rank() == 1:
+    And an actor that has made the steps before that alone, and then the one that does not fail.
+    """
+    actor, other = (FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape)) for _ in range(2))
+    right = loss_function(actor.policy, "ppo")
+    steps = 0
+
+    def wrong(params, micro_batch):
+        nonlocal steps
+        steps += 1
+        bad = steps == 2 and dist.get_rank() == 1
+        if bad and where == "before the layers":
             raise ValueError("no use")
         loss, metrics = right(params, micro_batch)
-        if where == "after the layers" and dist.get_rank() == 1:
+        if bad and where == "after the layers":
             raise RuntimeError("bad row 7")
-        if where == "not a number" and dist.get_rank() == 1:
+        if bad and where == "metrics of another type":
+            return loss, {}
+        if bad and where == "not a number":
             loss = loss * float("nan")
         return loss, metrics
 
     try:
-        actor.update_policy(batch, loss_fn=loss_fn, **options)
+        actor.update_policy(batch, loss_fn=wrong, **options, num_epochs=2)
         said = None
     except ValueError as error:
         said = str(error)
-    after, skipped = whole(actor.params), int(actor.opt_state.skipped)
-    metrics = actor.update_policy(batch, loss_fn=right, **options)
-    return said, skipped, before, after, metrics["steps"]
+    skipped = int(actor.opt_state.skipped)
+    other.update_policy(batch, loss_fn=loss_function(other.policy, "ppo"), **options)
+    for each in (actor, other):
+        each.update_policy(batch, loss_fn=loss_function(each.policy, "ppo"), **options)
+    after, expected = (whole({"params": each.params, "moments": each.opt_state.inner}) for each in (actor, other))
+    return said, skipped, after, expected
+
+
+def uneven_losses(parts, shape):
+    """Losses without a graph, and metrics without names, where a rank has no targets; NaN among extremes on one rank."""
+    actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
+    right = loss_function(actor.policy, "ppo")
+
+    def loss_fn(params, micro_batch):
+        if micro_batch.targets.token_ids.numel() == 0:
+            return torch.zeros(()), fnppo.Metrics()
+        loss, metrics = right(params, micro_batch)
+        strange = torch.tensor(float("nan") if dist.get_rank() == 1 else 1.0)
+        return loss, metrics._replace(maxima=metrics.maxima | {"strange": strange})
+
+    found = [actor.update_policy(part, loss_fn=loss_fn, mini_batch_size=9, max_tokens=12) for part in parts]
+    weights = dict(actor.gathered())
+    before = {name: value.clone() for name, value in weights.items()}
+    actor.update_policy(parts[0], loss_fn=right, mini_batch_size=9, max_tokens=12)
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    return found
+
+
+def unlike(batch, shape):
+    actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
+    actor.update_policy(batch, loss_fn=None, mini_batch_size=4 + dist.get_rank(), max_tokens=12)
 
 
 def stray_factors():
@@ -217,6 +254,32 @@ def failing_save(shape, folder):
     raise AssertionError("nothing has failed")
 
 
+def foreign(shape, family, folder):
+    actor = FSDPActor(model(family), OPTIMIZER, mesh=mesh(shape))
+    try:
+        actor.load(folder)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def loaded_in_between(batch, shape, folder, reshard):
+    """Log-probs when saved and when loaded again after an update, and what is said of a step that is too early."""
+    actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape), reshard_after_forward=reshard)
+    actor.save(folder, step=1, wait=False)
+    first = actor.compute_logprobs(batch, temperature=1.0, max_tokens=12).logprobs
+    trained(actor, batch, 1)
+    actor.compute_logprobs(batch, temperature=1.0, max_tokens=12)
+    assert actor.load(folder).step == 1
+    again = actor.compute_logprobs(batch, temperature=1.0, max_tokens=12).logprobs
+    actor.save(folder, step=2, wait=False)
+    try:
+        actor.save(folder, step=0)
+    except ValueError as error:
+        return first, again, str(error)
+    raise AssertionError("nothing was refused")
+
+
 def exported(shape, family, folder):
     actor = FSDPActor(model(family), OPTIMIZER, mesh=mesh(shape))
     actor.export(folder)
@@ -264,20 +327,26 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self, size):
         super().__init__()
-        self.size, self.bytes, self.calls = size, Counter(), Counter()
+        self.size, self.bytes = size, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split("::")[-1].split(".")[0]
-        kind = next(
-            (k for k in ("allgather", "all_gather", "reduce_scatter", "alltoall", "all_to_all") if k in name.lower()),
-            None,
+        kinds = (
+            "allgather",
+            "all_gather",
+            "reduce_scatter",
+            "alltoall",
+            "all_to_all",
+            "allreduce",
+            "all_reduce",
+            "broadcast",
         )
+        kind = next((kind for kind in kinds if kind in name.lower()), None)
         if kind is not None and func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             tensors = [x for x in optree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             largest = max(x.numel() * x.element_size() for x in tensors)
             kind = kind.replace("_", "")
             self.bytes[kind] += largest * (self.size - 1) // self.size
-            self.calls[kind] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -298,6 +367,7 @@ def traffic(batch, shape, layout):
     if shape[2] == 2:
         tokens = -(-micro_batch.inputs.input_ids.numel() // 2)
         heads, kv_heads, dim = 4, 2, 2
+        least["allreduce"] = 2 * micro_batch.targets.token_ids.numel() * 8 // 2  # log-probs and entropies
         least["alltoall"] = 2 * MODEL_LAYERS * tokens * (2 * heads + 2 * kv_heads) * dim * 8 // 2
     return dict(counted.bytes), least
 

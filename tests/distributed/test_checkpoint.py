@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import exported, failing_save, keep_saving, saved, saved_and_loaded
+from programs import exported, failing_save, foreign, keep_saving, loaded_in_between, saved, saved_and_loaded
 from ranks import Failed
 from test_sharding import some_batch
 from transformers import AutoModelForCausalLM
@@ -70,14 +70,14 @@ def test_the_last_are_kept(tmp_path, pools):
 
 def test_a_step_that_is_there_is_not_written_over(tmp_path, pools):
     pools(2).run(keep_saving, (1, 2, 1), tmp_path, 2, None)
-    with pytest.raises(Failed, match="step-000000 is there already. Load it to go on from it, or name another folder."):
+    with pytest.raises(Failed, match="step-000001 is there already. Load it to go on from it, or name another folder."):
         pools(2).run(keep_saving, (1, 2, 1), tmp_path, 2, None)
 
 
 def test_what_fails_on_one_rank_is_said_on_all(tmp_path, pools):
     """A rank that cannot write: the others do not wait for it, and the checkpoint before is the last one."""
-    for rank, said in enumerate(pools(2).run(failing_save, (1, 2, 1), tmp_path)):
-        assert said == ("no space left" if rank == 1 else "rank 1 has not written its part: no space left")
+    for said in pools(2).run(failing_save, (1, 2, 1), tmp_path):
+        assert "rank 1 has not written its part: no space left" in said
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000000"]
 
 
@@ -93,16 +93,35 @@ def test_damage_is_named(tmp_path, pools):
     shard.write_bytes(whole)
     manifest = last / MANIFEST
     text = manifest.read_text()
+    changed = lambda **new: json.dumps(json.loads(text) | new)
     for content, words in (
         ("{", "is no checkpoint of fnppo"),
-        (text.replace('"fnppo_sharded": 1', '"fnppo_sharded": 9'), "has version 9"),
-        (json.dumps(json.loads(text) | {"tensors": {}}), "It belongs to another run"),
+        ("[]", "is no checkpoint of fnppo"),
+        (changed(fnppo_sharded=9), "has version 9"),
+        (changed(step=7), "has other content than was written"),
+        (changed(files={}), "has other content than was written"),
+        (changed(tensors=[]), "has other content than was written"),
     ):
         manifest.write_text(content)
         with pytest.raises(Failed, match=words):
             pools(2).run(saved_and_loaded, (1, 2, 1), tmp_path, 2, each=parts_for((1, 2, 1)))
     manifest.write_text(text)
     pools(2).run(saved_and_loaded, (1, 2, 1), tmp_path, 2, each=parts_for((1, 2, 1)))
+
+
+def test_a_checkpoint_of_another_model(tmp_path, pools):
+    pools(2).run(keep_saving, (1, 2, 1), tmp_path, 1, None)
+    for said in pools(2).run(foreign, (1, 2, 1), "gpt2", tmp_path):
+        assert "It belongs to another run: name another folder." in said
+
+
+def test_what_is_loaded_is_what_runs(tmp_path, pools):
+    """Also where layers are kept gathered, where a save is on its way, and the step is before the last."""
+    for reshard in (True, False):
+        folder = tmp_path / str(reshard)
+        first, again, said = pools(2).run(loaded_in_between, (1, 2, 1), folder, reshard, each=parts_for((1, 2, 1)))[0]
+        assert torch.equal(first, again)
+        assert "step-000002 is there already" in said
 
 
 def test_export(tmp_path, pools):
