@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fnppo.transforms import inside_transform
 
+LARGEST = torch.finfo(torch.float64).max
+"""Of finite numbers."""
+
 
 def check_count(name: str, value: Any, *, least: int, remedy: str) -> int:
     """`value` as an int, or a `ValueError`: NaN, fractions, strings and numbers below `least` are none.
@@ -64,8 +67,10 @@ def check_number(
 
 
 def _number_is_within(number: float, least: float, above: float, most: float, below: float, infinite: bool) -> bool:
-    """In plain Python, which is quick, and which torch.compile reads without a question to a tensor."""
-    known = math.isfinite(number) or (infinite and math.isinf(number))
+    """In plain Python, which is quick, and by comparisons alone, which torch.compile reads of a number that it has made
+    symbolic: `math.isfinite` of one would break the graph. NaN is within nothing.
+    """
+    known = abs(number) <= LARGEST or (infinite and abs(number) == math.inf)
     from_below = least <= number and (number > above or above == -math.inf)
     return known and from_below and number <= most and (number < below or below == math.inf)
 

@@ -386,6 +386,25 @@ def test_under_transforms_also_over_its_own_numbers():
     assert by_coef.item() == pytest.approx(kl_k3(logprobs, targets.ref_logprobs).mean().item())
 
 
+def test_compiled_once_for_all_lengths_and_numbers(unchecked):
+    """With `dynamic=True` the hyper-parameters are symbols too: checking them must not break the graph."""
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(ppo_loss, fullgraph=True, dynamic=True, backend=count)
+    for n, kl_coef in ((3, 0.1), (5, 0.2), (8, 0.3)):
+        logratios = torch.linspace(-0.7, 0.5, n, dtype=F64)
+        targets = targets_of([1.0] * n, ref=[0.25] * n)
+        numbers = {"kl_coef": kl_coef, "entropy_coef": 0.01, "clip_high": 0.28}
+        stats = TokenStats(logratios, logratios.square())
+        assert_close(compiled(stats, targets, **numbers)[0], ppo_loss(stats, targets, **numbers)[0], rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
 def test_the_default_device_is_not_used():
     """What is made is where the targets are. On `meta`, the default here, tensors have no values."""
     stats, targets = stats_of([0.5, -0.4], entropy=[1.0, 2.0]), targets_of([1.0, -1.0], ref=[0.1, 0.2])
