@@ -17,12 +17,14 @@ def write_page(data: dict[str, Any], file: Path | None) -> str:
     first = next(iter(data["workloads"].values()))
     of = {name.partition(" ")[0]: version for name, version in first["versions"].items()}
     versions = ", ".join(f"{name.replace('plain', 'transformers')} {version}" for name, version in of.items())
-    parts = [HEAD.format(versions=versions, torch=data["torch"], **data["options"], date=data["date"])]
+    parts = [HEAD.format(versions=versions, torch=data["torch"], **data["options"])]
     for name, found in data["workloads"].items():
+        rounds = len(next(iter(found["work"]["update"]["seconds"].values())))
         parts.append(
             f"## {name}: {SAID[name]}\n\n{found['tokens']:,} real tokens in {found['padded']:,} padded ones, "
             f"{found['targets']:,} of them in responses. Products of two 1024 x 1024 matrices ran at "
-            f"{found['median_peak'] / 1e9:.0f} GFLOP/s in the same minutes.\n"
+            f"{found['median_peak'] / 1e9:.0f} GFLOP/s in the same minutes. "
+            f"Medians of {rounds} rounds on {found.get('date', data['date'])}.\n"
         )
         for work, title in (("logprobs", "Log-probs and entropies"), ("update", "Update, with entropy bonus")):
             parts.append(f"{title}:\n\n" + table(found, work))
@@ -72,8 +74,8 @@ def profile(found: dict[str, dict[str, float]]) -> str:
 
 HEAD = """# Benchmark: log-probs and update beside verl, TRL and a plain loop
 
-`make bench` writes this page (some half an hour, and the package registry for verl and TRL on the first run). {date}, torch
-{torch}, {threads} threads, float32, medians of {rounds} rounds; {versions}.
+`make bench` writes this page (some half an hour, and the package registry for verl and TRL on the first run). Torch
+{torch}, {threads} threads, float32; {versions}.
 
 The model is a small Llama (6 layers, hidden size 256, a vocabulary of 32,000). Every contender is a process of its own and
 gets the same weights, the same GRPO batch and the same limit of {max_tokens} tokens a forward. They work in turn. A ratio

@@ -2,6 +2,7 @@
 
     make bench                                            writes docs/pages/benchmark.md; some half an hour
     python benchmarks/peers/run.py --workloads W2 --rounds 1 --only fnppo plain
+    make bench ARGS="--workloads W2 --keep build/bench.json"    measures W2 again, and writes the page with both
 
 Every contender is a process of its own (see `serve.py`), with the same weights, batch and limit of tokens, in float32.
 They work in turn, and what counts is the ratio within a round. The log-probs, entropies and clipped gradients of their first
@@ -172,8 +173,22 @@ def measure(name: str, names: list[str], options: argparse.Namespace) -> dict[st
             "flops": sum(work_of(LlamaConfig(**MODEL), batch, fnppo.shared)),
         }
         result["padded"] = batch.input_ids.numel()
+        result["date"] = str(date.today())
         result["median_peak"] = statistics.median(result["peaks"])
     return result
+
+
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    """Of the earlier run in `options.keep`, the workloads that are not measured now. Its conditions must be those of now."""
+    if options.keep is None:
+        return {}
+    run = json.loads(options.keep.read_text())
+    now, then = ({"torch": torch.__version__} | vars(options)), ({"torch": run["torch"]} | run["options"])
+    for name in ("torch", "only", "max_tokens", "threads"):
+        if then[name] != now[name]:
+            sys.exit(f"{options.keep} has {name} = {then[name]}, this run {now[name]}. Measure all workloads again.")
+    found = run["workloads"].items()
+    return {name: {"date": run["date"]} | figures for name, figures in found if name not in options.workloads}
 
 
 def main() -> None:
@@ -187,17 +202,22 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096, help="limit of tokens of a forward")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the figures as data")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="an earlier --json, for workloads that are not measured now"
+    )
     options = parser.parse_args()
     names = [name for name in CONTENDERS if not options.only or any(text in name for text in options.only)]
     data: dict[str, Any] = {
         "torch": torch.__version__,
         "date": str(date.today()),
-        "options": vars(options) | {"json": None},
+        "options": vars(options) | {"json": None, "keep": None},
     }
-    data["workloads"] = {name: measure(name, names, options) for name in options.workloads}
+    earlier = kept(options)
+    found = earlier | {name: measure(name, names, options) for name in options.workloads}
+    data["workloads"] = {name: found[name] for name in WORKLOADS if name in found}
     if options.json:
         options.json.write_text(json.dumps(data))
-    text = write_page(data, PAGE if names == list(CONTENDERS) and options.workloads == STANDARD else None)
+    text = write_page(data, PAGE if names == list(CONTENDERS) and list(data["workloads"]) == STANDARD else None)
     print(text)
 
 
