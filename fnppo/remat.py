@@ -33,7 +33,10 @@ def rematerialize(skeleton: nn.Module) -> None:
     if not layers:
         raise ValueError(f"{type(skeleton).__name__} has no layers that can be recomputed. Use remat=False.")
     for layer in layers:
-        layer.forward = partial(_recomputed, _Layer(layer, layer.forward))
+        runner = _Layer(layer, layer.forward)
+        layer.forward = partial(_recomputed, runner)
+        # What is run again is compiled; around it, torch.compile would see no recomputation.
+        layer.compile = runner.compile  # type: ignore[method-assign]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

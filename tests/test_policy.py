@@ -196,6 +196,30 @@ def test_remat_keeps_less_and_runs_layers_twice(monkeypatch):
     assert saved[True] < saved[False] / 2
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_compiled_layers_give_the_same_bits_and_keep_as_much(remat, unchecked):
+    """Without code generation. Under remat what runs again is compiled, and the running again is not lost."""
+    torch.compiler.reset()
+    found = []
+    for compiled in (False, True):
+        policy, params = functional_policy(tiny("llama"), remat=remat)
+        inputs, sizes, graphs = fnppo.pack_sequences(BATCH).inputs, [], []
+        if compiled:
+            for layer in policy.skeleton.model.layers:
+                layer.compile(
+                    dynamic=True, backend=lambda graph, _, graphs=graphs: graphs.append(graph) or graph.forward
+                )
+        leaves = [p.requires_grad_() for p in params.values()]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            hidden = policy.hidden_states(params, inputs)
+        grads = torch.autograd.grad(hidden.square().sum(), leaves, allow_unused=True)
+        found.append((sum(sizes), hidden, *(grad for grad in grads if grad is not None)))
+        assert bool(graphs) == compiled
+    (kept, *eager), (kept_compiled, *compiled) = found
+    assert kept_compiled == kept
+    assert_close(compiled, eager, rtol=0, atol=0)
+
+
 class Repeating(nn.Module):
     """A module that is no causal LM."""
 
