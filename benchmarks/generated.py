@@ -1,9 +1,10 @@
 """What the scripts here write into pages of the documentation: parts between marks, tables, plots, and the data behind them."""
 
+import argparse
 import json
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,25 @@ def write_parts(page: str, parts: dict[str, str], *, out: Path) -> None:
             raise ValueError(f"{page} has {count} places for {name}. Put its two marks there once.")
     out.mkdir(parents=True, exist_ok=True)
     (out / page).write_text(text)
+
+
+def add_write(parser: argparse.ArgumentParser) -> None:
+    """The option that `publish` takes."""
+    where = PAGES.relative_to(PAGES.parent.parent)
+    told = f"write page and data, to {where} or another folder"
+    parser.add_argument("--write", nargs="?", type=Path, const=PAGES, metavar="FOLDER", help=told)
+
+
+def publish(
+    page: str, data: dict[str, Any], parts_of: Callable[[dict[str, Any]], dict[str, str]], out: Path | None
+) -> None:
+    """Print the parts of a page; where there is an `out`, write them there, and the data to `plots/`."""
+    data = json.loads(json.dumps({"machine": machine()} | data))
+    parts = parts_of(data)
+    print("", *parts.values(), sep="\n\n")
+    if out is not None:
+        write_data(data, out / f"plots/{Path(page).stem}.json")
+        write_parts(page, parts, out=out)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
