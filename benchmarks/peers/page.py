@@ -19,15 +19,17 @@ def write_page(data: dict[str, Any], file: Path | None) -> str:
     versions = ", ".join(f"{name.replace('plain', 'transformers')} {version}" for name, version in of.items())
     parts = [HEAD.format(versions=versions, torch=data["torch"], **data["options"])]
     for name, found in data["workloads"].items():
-        rounds = len(next(iter(found["work"]["update"]["seconds"].values())))
         parts.append(
             f"## {name}: {SAID[name]}\n\n{found['tokens']:,} real tokens in {found['padded']:,} padded ones, "
             f"{found['targets']:,} of them in responses. Products of two 1024 x 1024 matrices ran at "
             f"{found['median_peak'] / 1e9:.0f} GFLOP/s in the same minutes. "
-            f"Medians of {rounds} rounds on {found.get('date', data['date'])}.\n"
+            f"Measured on {found.get('date', data['date'])}.\n"
         )
         for work, title in (("logprobs", "Log-probs and entropies"), ("update", "Update, with entropy bonus")):
-            parts.append(f"{title}:\n\n" + table(found, work))
+            rounds = len(next(iter(found["work"][work]["seconds"].values())))
+            parts.append(
+                f"{title}, {'one round' if rounds == 1 else f'medians of {rounds} rounds'}:\n\n" + table(found, work)
+            )
         worst = {
             what: max(each[what] for each in found["apart"].values()) for what in next(iter(found["apart"].values()))
         }
