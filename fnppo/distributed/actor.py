@@ -18,7 +18,7 @@ from fnppo.checkpoint import save_pretrained
 from fnppo.checks import check_batch, check_vocabulary
 from fnppo.distributed.checkpoint import Restored, Saving, begin_save, load
 from fnppo.distributed.dealing import Deal, balanced, share_of
-from fnppo.distributed.engine import gradients_of, inside, reshard, shard_policy
+from fnppo.distributed.engine import gradients_of, reshard, shard_policy, without_gradients
 from fnppo.distributed.mesh import make_mesh, ranks_of
 from fnppo.distributed.reduce import raise_together
 from fnppo.distributed.rows import AllRows, gather_rows, own_rows
@@ -111,7 +111,7 @@ class FSDPActor:
             compute_logprobs, batch=rows.batch, policy=self.policy, temperature=temperature, max_tokens=max_tokens,
             entropy=entropy, chunk_size=chunk_size, layout=self._share(layout),
         )  # fmt: skip
-        stats = inside(self._root, forward)
+        stats = without_gradients(self._root, forward)
         optree.tree_map_(partial(dist.all_reduce, group=self._ranks.data), stats)  # 0 where another rank computed
         return own_rows(stats, rows)
 
@@ -263,4 +263,4 @@ class FSDPActor:
         return gather_rows(batch, self._ranks, check=check, alike=alike | {"max_tokens": max_tokens})
 
     def _prepared(self, prepare: Prepare) -> Prepare:
-        return lambda params, mini_batch: inside(self._root, prepare, mini_batch)
+        return lambda params, mini_batch: without_gradients(self._root, prepare, mini_batch)

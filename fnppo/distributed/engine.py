@@ -72,7 +72,7 @@ def shard_policy(policy: Policy, params: Params, ranks: Ranks, **fsdp: Any) -> t
     return dataclasses.replace(policy, run=RunModule(policy.head.weight)), root
 
 
-def inside(root: Root, function: Callable[..., Any], *args: Any) -> Any:
+def without_gradients(root: Root, function: Callable[..., Any], *args: Any) -> Any:
     """`function(params, *args)` without gradients, in the forward of the root, however many forwards of the model it makes."""
     try:
         with torch.no_grad():
