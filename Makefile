@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 MODEL  ?= smollm2
 PEERS  ?= verl-0.7.0 verl-0.8.0 verl-0.9.1 trl-1.16.0
-SAMPLED := weights kl losses gradients optim train surrogates.clipped surrogates.columns
+SAMPLED := weights kl losses gradients
 MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
 .PHONY: test test-distributed demo check docs format nightly mutation mutation-sample parity bench clean
