@@ -14,7 +14,10 @@ import fnppo
 from fnppo.layouts import sharing
 from fnppo.testing import float64_everywhere, padded_batches
 
-SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
+SHAPES = [
+    *((1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 4, 1), (2, 1, 2))),
+]
 """(replicate, shard, sequence) of two and four ranks."""
 FAMILIES = {1: ["llama", "gpt2", "tied", "gemma2", "gpt_oss"], 2: ["llama", "gpt2", "gpt_oss"], 4: ["llama", "gemma2"]}
 """By sequence ranks: models whose heads they can share."""
@@ -49,7 +52,7 @@ def apart(found, expected):
     return largest
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids="replicate{0[0]}-shard{0[1]}-sequence{0[2]}".format)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])  # of a second each
 @given(data=st.data())
 def test_the_same_numbers_on_any_mesh(shape, pools, data):

@@ -71,6 +71,7 @@ def test_a_killed_rank_comes_back(tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_tokens_of_a_row(tmp_path):
     run = start(tmp_path, "--steps", "2", "--sequence", "2")
     out = run.communicate(timeout=200)[0]

@@ -26,11 +26,16 @@ def some_batch(rows=4, seed=0):
     return batch._replace(old_logprobs=normal() * 0.3 - 2.5, advantages=normal(), ref_logprobs=normal() * 0.3 - 2.5)
 
 
-@pytest.mark.parametrize("layout", [fnppo.packed, sharing(least_shared=1)], ids=["packed", "shared"])
 @pytest.mark.parametrize(
-    ("shape", "family"),
-    [((1, 2, 1), "tied"), ((1, 1, 2), "gpt2"), ((1, 1, 4), "gemma2"), ((1, 2, 2), "gpt_oss"), ((2, 2, 1), "phi")],
-    ids=str,
+    ("shape", "family", "layout"),
+    [
+        ((1, 2, 1), "tied", fnppo.packed),
+        ((1, 1, 2), "gpt2", sharing(least_shared=1)),
+        ((1, 1, 4), "gemma2", fnppo.packed),
+        ((1, 2, 2), "gpt_oss", sharing(least_shared=1)),
+        ((2, 2, 1), "phi", fnppo.packed),
+    ],
+    ids=["shards", "sequence of 2", "sequence of 4", "shards and sequence", "replicas"],
 )
 def test_gradients_of_shards(shape, family, layout, pools):
     """F2: losses of data ranks add up, those of sequence ranks are one; no factor is missing or too much."""
