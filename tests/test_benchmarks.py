@@ -21,8 +21,8 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
-def run_quick(script, out):
-    command = [sys.executable, ROOT / "benchmarks" / script, "--quick", "--out", out]
+def run_quick(script, out, *, option="--out"):
+    command = [sys.executable, ROOT / "benchmarks" / script, "--quick", option, out]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -113,6 +113,24 @@ def test_the_formula_of_the_peak_is_what_is_counted(max_tokens):
         with LiveBytes() as memory:
             updates.run(point)
         assert memory.peak == pytest.approx(updates.expected_peak(point), rel=0.03), rows
+
+
+@pytest.mark.slow
+def test_half_precision_is_measured(tmp_path):
+    """Each dtype with fewer digits errs more, and gradients in float16 are lost only without a scale."""
+    run_quick("precision.py", tmp_path, option="--write")
+    check_page("precision.md", tmp_path)
+    data = json.loads((tmp_path / "plots/precision.json").read_text())
+    errors = {(row["dtype"], row["layout"]): row for row in data["errors"] if row["scale"] or row["dtype"] != "float16"}
+    assert len(errors) == 6
+    for layout in ("packed", "padded"):
+        for kind in ("logprob_max", "logprob_mean", "entropy_mean", "gradient"):
+            exact, half, brain = (errors[dtype, layout][kind] for dtype in ("float32", "float16", "bfloat16"))
+            assert 0 < 2 * exact < half, kind
+            assert 2 * half < brain < 0.2, kind
+    lost = {bool(row["scale"]): row["lost"] for row in data["errors"] if row["dtype"] == "float16"}
+    assert lost[True] < lost[False]
+    assert data["pairs"][-1]["max"] < 1e-5  # both in float32
 
 
 @pytest.mark.slow
