@@ -281,12 +281,21 @@ def _wait_for(condition: Callable[[], bool], partial: Path, *, seconds: float = 
     """Wait for what other ranks write, until it is there, or one of them has failed."""
     limit = time.monotonic() + seconds
     while not condition():
-        for failed in partial.glob(f"{FAILED}*[0-9]"):
+        for failed in _failures(partial):
             said = json.loads(failed.read_text())
             raise ValueError(f"rank {failed.name.removeprefix(FAILED)} has not written its part: {said}")
         if time.monotonic() > limit:
             raise ValueError(f"another rank has not written its part within {seconds:.0f} s. Look at its messages.")
         time.sleep(0.01)
+
+
+def _failures(partial: Path) -> list[Path]:
+    """What ranks left that could not write. A folder that is gone has its final name by now."""
+    try:
+        names = sorted(os.listdir(partial))
+    except FileNotFoundError:
+        return []
+    return [partial / name for name in names if re.fullmatch(rf"{FAILED}\d+", name)]
 
 
 def _random_state() -> dict[str, Tensor]:

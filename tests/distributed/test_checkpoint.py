@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import some_batch
 from programs import exported, failing_save, foreign, keep_saving, loaded_in_between, saved, saved_and_loaded
 from ranks import Failed
-from test_sharding import some_batch
 from transformers import AutoModelForCausalLM
 
 import fnppo
-from fnppo.distributed.checkpoint import MANIFEST, checkpoints
+from fnppo.distributed.checkpoint import MANIFEST, _wait_for, checkpoints
 
 PARTS = [some_batch(2, seed) for seed in range(4)]
 
@@ -79,6 +79,13 @@ def test_what_fails_on_one_rank_is_said_on_all(tmp_path, pools):
     for said in pools(2).run(failing_save, (1, 2, 1), tmp_path):
         assert "rank 1 has not written its part: no space left" in said
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000000"]
+
+
+def test_a_folder_that_gets_its_name_while_others_wait(tmp_path):
+    """The first rank renames it between a look at one name and a look at the other."""
+    seen = iter((False, False, True))
+    _wait_for(lambda: next(seen), tmp_path / ".step-000000")
+    assert next(seen, None) is None
 
 
 def test_damage_is_named(tmp_path, pools):
