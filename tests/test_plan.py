@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import fnppo
 from fnppo.attention import sdpa_attention
+from fnppo.live_bytes import LiveBytes
 from fnppo.plan import (
     Layout,
     Shape,
@@ -25,7 +26,7 @@ from fnppo.plan import (
     shape_of,
     traffic_of,
 )
-from fnppo.plan.live import LiveBytes
+from fnppo.plan.live import LiveWork
 from fnppo.plan.models import SHAPES, empty_module
 from fnppo.plan.search import layouts_of
 from fnppo.plan.shape import Heads, Layer
@@ -123,7 +124,7 @@ def test_a_real_update(family, vocab, length, dtype, remat):
     aliases = {name: parameter.detach().requires_grad_() for name, parameter in params.items()}
     with LiveBytes() as live:
         loss, _ = update.loss(aliases, update.batches[0])
-    assert_close(memory.activations + memory.gathered, live.now)
+    assert_close(memory.activations + memory.gathered, live.live)
     grads = torch.autograd.grad(loss, list(aliases.values()), materialize_grads=True)
     assert memory.grads == sum(grad.numel() * grad.element_size() for grad in grads)
     del loss, grads, aliases
@@ -184,20 +185,20 @@ def test_the_count_is_the_allocators():
 
 def test_live_bytes():
     old = torch.zeros(100)
-    with LiveBytes() as live:
+    with LiveWork() as live:
         view = old[:50]
         a = old * 2
         b = a.view(10, 10)
         del a
-        assert (live.now, live.peak) == (400, 400)
+        assert (live.live, live.peak) == (400, 400)
         c = b @ b
-        assert (live.now, live.flops) == (800, 2 * 10**3)
+        assert (live.live, live.flops) == (800, 2 * 10**3)
         del b, view
-        assert (live.now, live.peak) == (400, 800)
+        assert (live.live, live.peak) == (400, 800)
         c.add_(1)
-    assert (live.now, live.peak) == (400, 800)
+    assert (live.live, live.peak) == (400, 800)
     del c
-    assert live.now == 0
+    assert live.live == 0
 
 
 SIXTEEN = {"moe_intermediate_size": 16}  # grouped products want rows of 16 bytes

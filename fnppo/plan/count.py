@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fnppo import attention_interface
 from fnppo.attention import Attention
 from fnppo.functional import refuse_what_cannot_be_packed, vocabulary_head
-from fnppo.plan.live import LiveBytes
+from fnppo.plan.live import LiveWork
 from fnppo.plan.shape import Heads, Layer, Shape
 from fnppo.policy import backbone_of
 
@@ -93,7 +93,7 @@ def _run(backbone: nn.Module, visit: "_Visit", tokens: int, dtype: torch.dtype, 
         params = {name: empty(parameter).requires_grad_() for name, parameter in backbone.named_parameters()}
         buffers = {name: torch.empty(b.shape, dtype=b.dtype) for name, b in backbone.named_buffers()}
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        with LiveBytes() as visit.live:
+        with LiveWork() as visit.live:
             arguments = {"input_ids": ids, "position_ids": ids, "use_cache": False, "attend": attend}
             try:
                 output = functional_call(backbone, params | buffers, kwargs=arguments).last_hidden_state
@@ -106,7 +106,7 @@ def _run(backbone: nn.Module, visit: "_Visit", tokens: int, dtype: torch.dtype, 
                 ) from error
             edge = get_gradient_edge(output)
             del output
-            kept = visit.live.now
+            kept = visit.live.live
             del edge
     return (kept + visit.shared) / tokens
 
@@ -116,7 +116,7 @@ class _Visit:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self.live = LiveBytes()
+        self.live = LiveWork()
         self.found: dict[Any, Layer] = {}
         self.count: dict[Any, int] = {}
         self.shared = 0
@@ -142,19 +142,19 @@ class _Visit:
     ) -> tuple[Layer, tuple[Any, ...] | None]:
         live, parameters = self.live, list(layer.parameters())
         leaf = torch.empty_like(hidden, requires_grad=True)
-        before, flops = live.now, live.flops
+        before, flops = live.live, live.flops
         hidden = leaf + 0  # as if another layer had made it, which keeps nothing
-        size = live.now - before
+        size = live.live - before
         output = forward(hidden, *args, **kwargs)
         flops = live.flops - flops
         output, others = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
         edge, gradient = get_gradient_edge(output), torch.empty_like(output)
         incoming = gradient.untyped_storage().nbytes()
         del output
-        inner = live.now - before - size - incoming
+        inner = live.live - before - size - incoming
         del hidden
-        held = live.now - before - incoming
-        live.peak = live.now
+        held = live.live - before - incoming
+        live.peak = live.live
         torch.autograd.grad(edge, leaf, gradient)
         work = live.peak - before - held
         sizes = [parameter.numel() for parameter in parameters]

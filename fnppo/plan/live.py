@@ -1,58 +1,33 @@
-"""A count of the bytes that are alive."""
+"""A count of the bytes that are alive, and of the arithmetic that made them."""
 
 import math
-import weakref
 from typing import Any
 
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fnppo.live_bytes import LiveBytes
 
-class LiveBytes(TorchDispatchMode):
-    """While it is on, `now` is the number of bytes in storages made since it began and not yet freed, `peak` the most of it.
 
-    `flops` counts the arithmetic of matrix products, as the shapes have it. Only shapes are looked at, so tensors without
-    data (`FakeTensorMode`) count as well as any.
+class LiveWork(LiveBytes):
+    """`LiveBytes` that also counts the arithmetic of matrix products, `flops`, as the shapes have it.
+
+    Only shapes are looked at, so tensors without data (`FakeTensorMode`) count as well as any.
 
     >>> import torch
-    >>> with LiveBytes() as live:
-    ...     x = torch.zeros(1000)
-    ...     y = (x + 1) * 2  # while y is made, x + 1 is alive
-    >>> live.now, live.peak
-    (8000, 12000)
-    >>> del y
-    >>> live.now
-    4000
+    >>> with LiveWork() as work:
+    ...     x = torch.zeros(10, 20) @ torch.zeros(20, 5)
+    >>> work.flops
+    2000
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.flops = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):  # it was there before: a view of it is nothing new
-            self._known.add(tensor.untyped_storage())
-        output = func(*args, **kwargs)
-        for tensor in _tensors(output):
-            storage = tensor.untyped_storage()
-            if storage not in self._known:
-                self._known.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        self.flops += _flops(func, args, kwargs, output)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self.flops += _flops(func, args, kwargs or {}, output)
         return output
-
-    def _free(self, size: int) -> None:
-        self.now -= size
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:

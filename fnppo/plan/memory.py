@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fnppo.arguments import check_count
 from fnppo.logit_chunks import precise, targets_per_block, targets_per_chunk
 from fnppo.plan.shape import Layer, Shape
 
@@ -35,6 +36,11 @@ class Layout(NamedTuple):
     def sharded(self) -> bool:
         """Whether layers are gathered one by one."""
         return self.gpus > 1 or self.offload
+
+
+def check_layout(layout: Layout) -> None:
+    for name in ("fsdp", "ulysses"):
+        check_count(name, getattr(layout, name), least=1, remedy="1 is for none.")
 
 
 class Memory(NamedTuple):
@@ -97,11 +103,18 @@ def memory_of(
         master: dtype of parameters and moments.
         device: its type, on which the size of the head's chunks depends.
 
+    Raises:
+        ValueError: a number of tokens, targets or GPUs is below its least.
+
     >>> from fnppo.plan import empty_model, shape_of
     >>> memory = memory_of(shape_of(empty_model("qwen2.5-0.5b")), Layout(fsdp=8, remat=True), tokens=8192)
     >>> memory.params == memory.grads == 4 * 494032768 // 8
     True
     """
+    check_count("tokens", tokens, least=1, remedy="Give the tokens of a micro-batch.")
+    if targets is not None:
+        check_count("targets", targets, least=0, remedy="None takes every token for a target.")
+    check_layout(layout)
     share = math.ceil(shape.parameters / layout.gpus)
     compute, wide = shape.dtype.itemsize, precise(master).itemsize
     tokens = math.ceil(tokens / layout.ulysses)

@@ -101,7 +101,7 @@ def plan_update(
         )
         for layout in layouts
     )
-    more = (n for k in range(14) if (n := gpus << k) <= MOST_GPUS)
+    more = (n for k in range(14) if (n := gpus << k) <= max(MOST_GPUS, gpus))
     return Plan(
         shape, gpus, budget, tokens, update_tokens, master, rows,
         recommended=min((row for row in rows if row.fits), key=_cost, default=None),

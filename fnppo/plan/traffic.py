@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from fnppo.arguments import check_count
 from fnppo.logit_chunks import precise
-from fnppo.plan.memory import Layout
+from fnppo.plan.memory import Layout, check_layout
 from fnppo.plan.shape import Layer, Shape
 
 
@@ -45,12 +46,18 @@ def traffic_of(
 ) -> Traffic:
     """What an update of `update_tokens` sends, in micro-batches of `tokens`.
 
+    Raises:
+        ValueError: a number of tokens or GPUs is below 1.
+
     >>> from fnppo.plan import empty_model, shape_of
     >>> shape = shape_of(empty_model("qwen2.5-0.5b"))
     >>> traffic = traffic_of(shape, Layout(fsdp=2, ulysses=2), tokens=4096, update_tokens=65536)
     >>> traffic.micro_batches, traffic.gather_forward == 2 * 494032768 * 3 // 4
     (8, True)
     """
+    check_count("tokens", tokens, least=1, remedy="Give the tokens of a micro-batch.")
+    check_count("update_tokens", update_tokens, least=1, remedy="Give the tokens of a mini-batch.")
+    check_layout(layout)
     compute, wide = shape.dtype.itemsize, precise(master).itemsize
     others = (layout.gpus - 1) / layout.gpus
     in_layers = shape.parameters - shape.outside

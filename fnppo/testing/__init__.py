@@ -3,6 +3,7 @@
 Needs `pip install fnppo[testing]`.
 """
 
+from fnppo.live_bytes import LiveBytes
 from fnppo.testing.architectures import causal_lms, tiny_causal_lm
 from fnppo.testing.equivalence import (
     assert_layout_invariant,
@@ -11,7 +12,6 @@ from fnppo.testing.equivalence import (
     assert_rows_independent,
     everyday_batches,
 )
-from fnppo.testing.live_bytes import LiveBytes
 from fnppo.testing.models import tiny_llama
 from fnppo.testing.oracle import (
     float64_everywhere,
