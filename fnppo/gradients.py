@@ -1,7 +1,7 @@
 """Values and gradients of a loss with respect to a tree of parameters."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -13,6 +13,7 @@ from fnppo.metrics import Metrics, merge_metrics
 from fnppo.transforms import inside_transform
 from fnppo.types import ModelBatch, PaddedBatch, PyTree
 
+T = TypeVar("T")
 LossFn: TypeAlias = Callable[..., tuple[Tensor, Metrics]]
 """(params, micro-batch) -> (loss, metrics)."""
 
@@ -87,9 +88,6 @@ def accumulate_gradients(
         summed, grads = _add_up(_in_float32(value_and_grad(loss_fn)(params, batch)) for batch in batches)
         return summed, optree.tree_map(lambda leaf, grad: grad.to(leaf.dtype), params, grads)
     aliases = [leaf.detach().requires_grad_() for leaf in leaves]
-    # Sums of half-precision gradients are kept in float32: 256 + 1 is 256 in bfloat16.
-    coarse = [alias for alias in aliases if alias.dtype in (torch.float16, torch.bfloat16)]
-    totals = [torch.zeros_like(alias, dtype=torch.float32) for alias in coarse]
 
     def run(batch: Any) -> tuple[Tensor, Metrics]:
         with torch.enable_grad():
@@ -103,17 +101,36 @@ def accumulate_gradients(
         held = [alias for alias in aliases if alias.grad is not None]
         for alias, own in zip(held, _each_its_own(alias.grad for alias in held), strict=True):
             alias.grad = own
-        for total, alias in zip(totals, coarse, strict=True):
-            if alias.grad is not None:
-                total.add_(alias.grad)
-                alias.grad = None
         return loss.detach(), detached(metrics)
 
-    loss, metrics = _add_up((run(batch), ()) for batch in batches)[0]
-    for total, alias in zip(totals, coarse, strict=True):
-        alias.grad = total.to(alias.dtype)
-    grads = [torch.zeros_like(alias) if alias.grad is None else alias.grad for alias in aliases]
-    return (loss, metrics), optree.tree_unflatten(treedef, grads)
+    total, leaf_grads = collect_grads(aliases, map(run, batches))
+    return _at_least_one(total), optree.tree_unflatten(treedef, leaf_grads)
+
+
+def collect_grads(
+    leaves: list[Tensor], parts: Iterable[tuple[Tensor, Metrics] | None]
+) -> tuple[tuple[Tensor, Metrics] | None, list[Tensor]]:
+    """The sum of losses and metrics, and of the gradients that `parts` leave in `leaves` as they come, one after the other.
+
+    A part may be None, which has none of them. A leaf without a gradient has zeros. The leaves are free of gradients then.
+    Sums of half-precision gradients are kept in float32: 256 + 1 is 256 in bfloat16.
+    """
+    coarse = [leaf for leaf in leaves if leaf.dtype in (torch.float16, torch.bfloat16)]
+    totals = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in coarse]
+    summed: tuple[Tensor, Metrics] | None = None
+    try:
+        for part in parts:
+            for total, leaf in zip(totals, coarse, strict=True):
+                if leaf.grad is not None:
+                    total.add_(leaf.grad)
+                    leaf.grad = None
+            summed = _sum(summed, part) if summed and part else summed or part
+        for total, leaf in zip(totals, coarse, strict=True):
+            leaf.grad = total.to(leaf.dtype)
+        return summed, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    finally:
+        for leaf in leaves:
+            leaf.grad = None
 
 
 def _check_callable(loss_fn: Any) -> None:
@@ -170,12 +187,18 @@ def detached(tree: Any) -> Any:
 
 def _add_up(parts: Iterable[tuple[tuple[Tensor, Metrics], PyTree]]) -> tuple[tuple[Tensor, Metrics], PyTree]:
     total = None
-    for (loss, metrics), grads in parts:
-        if total is None:
-            total = (loss, metrics), grads
-        else:
-            (loss_sum, metrics_sum), grads_sum = total
-            total = (loss_sum + loss, merge_metrics(metrics_sum, metrics)), optree.tree_map(torch.add, grads_sum, grads)
+    for summed, grads in parts:
+        total = (
+            (summed, grads) if total is None else (_sum(total[0], summed), optree.tree_map(torch.add, total[1], grads))
+        )
+    return _at_least_one(total)
+
+
+def _sum(a: tuple[Tensor, Metrics], b: tuple[Tensor, Metrics]) -> tuple[Tensor, Metrics]:
+    return a[0] + b[0], merge_metrics(a[1], b[1])
+
+
+def _at_least_one(total: T | None) -> T:
     if total is None:
         raise ValueError(
             "there is no micro-batch to take a gradient of. Give at least one; a generator is used up once."

@@ -4,8 +4,8 @@ For 100k targets and a vocabulary of 150k, the logits would be 60 GB in float32.
 backward computes the logits of each chunk again, turns them into gradients and drops them. Where the loss is known
 beforehand, `fnppo.one_pass` makes the gradients in the forward and spares the second computation.
 
-`fnppo.linear_head` has the definition. With it, `fnppo.logit_chunks` and `fnppo.head_gradients`, this file needs nothing
-of the library but its types and checks: `chunked_logprobs` can be lifted out.
+`fnppo.linear_head` has the definition. With it, `fnppo.logit_chunks`, `fnppo.head_gradients` and `fnppo.one_pass`, this file
+needs nothing of the library but its types, checks and `fnppo.transforms`: `chunked_logprobs` can be lifted out.
 """
 
 from collections.abc import Callable

@@ -34,11 +34,25 @@ class Split(Protocol):
     `fnppo.distributed.ulysses`, the only one there is.
     """
 
-    def even(self, inputs: PackedInputs) -> PackedInputs: ...
-    def slice(self, tokens: int) -> slice: ...
-    def attention(self, backend: Attention) -> Attention: ...
-    def places(self, batch: ModelBatch) -> Tensor: ...
-    def gather(self, values: Tensor, places: Tensor, count: int) -> Tensor: ...
+    def even(self, inputs: PackedInputs) -> PackedInputs:
+        """Filled up until there is as much for each rank."""
+        ...
+
+    def part(self, tokens: int) -> slice:
+        """Which of so many tokens are computed here."""
+        ...
+
+    def attention(self, backend: Attention) -> Attention:
+        """A backend that is given the tokens of this rank, and sees all."""
+        ...
+
+    def places(self, batch: ModelBatch) -> Tensor:
+        """The targets whose predictors are computed here."""
+        ...
+
+    def gather(self, values: Tensor, places: Tensor, count: int) -> Tensor:
+        """Values of all `count` targets from those at `places`."""
+        ...
 
 
 def run_pure(skeleton: nn.Module, params: Params, arguments: dict[str, Any]) -> Float[Tensor, "batch seq hidden"]:
@@ -98,7 +112,7 @@ class Policy:
         """Hidden states at the predictors of those targets."""
         hidden, predictors = self.hidden_states(params, batch.inputs), batch.targets.predictors[places]
         if self.split is not None:
-            predictors = predictors - self.split.slice(batch.inputs.input_ids.numel()).start
+            predictors = predictors - self.split.part(batch.inputs.input_ids.numel()).start
         return hidden.index_select(0, predictors)
 
     def together(self, values: PyTree, batch: ModelBatch, places: Tensor | slice) -> PyTree:
@@ -119,7 +133,7 @@ class Policy:
                     "(layout=packed or shared)."
                 )
             inputs = self.split.even(inputs)
-            attention, here = self.split.attention(attention), self.split.slice(inputs.input_ids.numel())
+            attention, here = self.split.attention(attention), self.split.part(inputs.input_ids.numel())
         segments = segments_of(inputs)
         add_batch = slice(None) if isinstance(inputs, PaddedInputs) else None
         return {

@@ -44,6 +44,19 @@ class FSDPActor:
         policy: for the `loss_fn` of `update_policy`: `forward_logprobs(params, micro_batch, policy=actor.policy, ...)`.
         params: the trained parameters, as DTensors; `update_policy` changes them in place.
         opt_state: the optimizer's state; its moments are sharded as the parameters are.
+
+    >>> from fnppo import adamw, forward_logprobs, padded_batch, ppo_loss
+    >>> from fnppo.testing import tiny_llama
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun: fnppo.distributed.start()
+    >>> actor = FSDPActor(tiny_llama(), adamw(1e-3), mesh=make_mesh(device_type="cpu"))
+    >>> def loss_fn(params, micro_batch):
+    ...     stats = forward_logprobs(params, micro_batch, policy=actor.policy, temperature=1.0)
+    ...     return ppo_loss(stats, micro_batch.targets)
+    >>> batch = padded_batch([[1], [1]], [[4, 5], [6]], old_logprobs=[[-2.5, -2.5], [-2.5]], advantages=[1.0, -1.0])
+    >>> metrics = actor.update_policy(batch, loss_fn=loss_fn, mini_batch_size=1, max_tokens=100)
+    >>> metrics["steps"], metrics["tokens"], actor.compute_logprobs(batch, temperature=1.0, max_tokens=100).logprobs.shape
+    (2.0, 3.0, torch.Size([2, 3]))
+    >>> dist.destroy_process_group()
     """
 
     def __init__(

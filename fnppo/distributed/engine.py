@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from fnppo.arguments import check_type
 from fnppo.distributed.mesh import Ranks
 from fnppo.distributed.reduce import raise_together, sum_losses
-from fnppo.gradients import LossFn, checked_loss, detached
-from fnppo.metrics import Metrics, merge_metrics
+from fnppo.gradients import LossFn, checked_loss, collect_grads, detached
+from fnppo.metrics import Metrics
 from fnppo.policy import Policy, backbone_of
 from fnppo.remat import layers_of
 from fnppo.train import Accumulate
@@ -96,33 +96,20 @@ def gradients_of(root: Root, policy: Policy, ranks: Ranks) -> Accumulate:
     """
 
     def accumulate(loss_fn: LossFn, params: Params, batches: Iterable[Any]) -> tuple[tuple[Tensor, Metrics], Params]:
-        # As in `accumulate_gradients`: sums of half-precision gradients are kept in float32.
-        coarse = {name: leaf for name, leaf in params.items() if leaf.dtype in (torch.float16, torch.bfloat16)}
-        sums = {name: torch.zeros_like(leaf, dtype=torch.float32) for name, leaf in coarse.items()}
-        total, failure = None, None
-        try:
-            for number, batch in enumerate(batches):
-                loss, metrics, error = root(_loss_or_error, loss_fn, policy, batch)
-                torch.autograd.backward(loss)
-                for name, leaf in coarse.items():
-                    if leaf.grad is not None:
-                        sums[name] += leaf.grad
-                        leaf.grad = None
-                if error is not None:
-                    failure = failure or f"micro-batch {number}: {error}"
-                    continue
-                part = loss.detach(), detached(metrics)
-                total = part if total is None else (total[0] + part[0], merge_metrics(total[1], part[1]))
-                del loss, metrics
-            grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in params.items()}
-        finally:
-            for leaf in params.values():
-                leaf.grad = None
-        grads |= {name: sums[name].to(leaf.dtype) for name, leaf in coarse.items()}
-        raise_together(failure, ranks.world)
-        assert total is not None, "a rank has at least one micro-batch, which may be empty"
-        loss, metrics = total
-        return sum_losses(loss, metrics, ranks.data), grads
+        errors = list[str]()
+
+        def run(numbered: tuple[int, ModelBatch]) -> tuple[Tensor, Metrics] | None:
+            loss, metrics, error = root(_loss_or_error, loss_fn, policy, numbered[1])
+            torch.autograd.backward(loss)
+            if error is not None:
+                errors.append(f"micro-batch {numbered[0]}: {error}")
+                return None
+            return loss.detach(), detached(metrics)
+
+        summed, grads = collect_grads(list(params.values()), map(run, enumerate(batches)))
+        raise_together(errors[0] if errors else None, ranks.world)
+        assert summed is not None, "a rank has at least one micro-batch, which may be empty"
+        return sum_losses(*summed, ranks.data), dict(zip(params, grads, strict=True))
 
     return accumulate
 

@@ -16,24 +16,27 @@ def sum_losses(loss: Tensor, metrics: Metrics, group: dist.ProcessGroup) -> tupl
 
     One message for the names, one for the sums and one for the extremes, in float64, in which counts are exact up to 2⁵³.
     """
-    mine = [{name: (value.dtype, value.shape) for name, value in kind.items()} for kind in metrics]
+    names = [{name: (value.dtype, value.shape) for name, value in kind.items()} for kind in metrics]
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
+    dist.all_gather_object(found, names, group=group)
     empty = (0.0, 0.0, 0.0, math.inf, -math.inf)  # of each kind, what changes no other
-    full = [
-        {
-            name: kind.get(name, torch.full(shape, none, dtype=dtype, device=loss.device))
-            for name, (dtype, shape) in sorted(
-                {n: about for kinds in found for n, about in kinds[place].items()}.items()
-            )
-        }
-        for place, (kind, none) in enumerate(zip(metrics, empty, strict=True))
-    ]
+    full = []
+    for place, (kind, none) in enumerate(zip(metrics, empty, strict=True)):
+        everywhere = {name: about for each in found for name, about in each[place].items()}
+        full.append(
+            {
+                name: kind.get(name, torch.full(shape, none, dtype=dtype, device=loss.device))
+                for name, (dtype, shape) in sorted(everywhere.items())
+            }
+        )
     sums = _reduced([loss, *(value for kind in full[:3] for value in kind.values())], dist.ReduceOp.SUM, group)
     extremes = [*(-value for value in full[3].values()), *full[4].values()]
-    unknown = _reduced([value.isnan().double() for value in extremes], dist.ReduceOp.MAX, group)
-    highs = _reduced([value.nan_to_num(-math.inf, math.inf, -math.inf) for value in extremes], dist.ReduceOp.MAX, group)
-    highs = iter([torch.where(bad > 0, math.nan, high) for bad, high in zip(unknown, highs, strict=True)])
+    # The largest of NaN and a number is either, by the order of ranks: so whether one is NaN goes along.
+    nan = [value.isnan().double() for value in extremes]
+    known = [value.nan_to_num(-math.inf, math.inf, -math.inf) for value in extremes]
+    found_highs = list(_reduced([*known, *nan], dist.ReduceOp.MAX, group))
+    pairs = zip(found_highs[: len(known)], found_highs[len(known) :], strict=True)
+    highs = (torch.where(bad > 0, math.nan, high) for high, bad in pairs)
     total = next(sums)
     per_step, per_token, totals = ({name: next(sums) for name in kind} for kind in full[:3])
     minima = {name: -next(highs) for name in full[3]}

@@ -40,10 +40,10 @@ def gather_rows(
         ValueError: on every rank, what `check` said on one of them; a column is not there on all ranks, or has another
             dtype or device; ranks of a sequence group, or arguments, differ.
     """
+    error = None
     try:
         check(batch)
-        error = None
-    except ValueError as refused:
+    except Exception as refused:  # of any kind: the other ranks wait to hear of it
         error = str(refused)
     raise_together(error, ranks.world)
     found: list[Any] = [None] * ranks.world.size()

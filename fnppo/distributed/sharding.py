@@ -21,6 +21,14 @@ def shard_params(params: PyTree, ranks: Ranks) -> PyTree:
     """Each tensor cut along its first dimension over the shards, and whole on every replica. Scalars are whole everywhere.
 
     Every rank passes the whole tree. Nothing is sent: each cuts out its own part.
+
+    >>> import torch, torch.distributed as dist
+    >>> from fnppo.distributed import make_mesh, ranks_of
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun: fnppo.distributed.start()
+    >>> shards = shard_params({"w": torch.tensor([1.0, 2.0])}, ranks_of(make_mesh(device_type="cpu")))
+    >>> shards["w"].placements, gather_params(shards)
+    ((Shard(dim=0),), {'w': tensor([1., 2.])})
+    >>> dist.destroy_process_group()
     """
     return optree.tree_map(partial(_cut, ranks.shards), params)
 

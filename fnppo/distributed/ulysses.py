@@ -55,14 +55,14 @@ class Ulysses(NamedTuple):
             None if parents is None else torch.cat([parents, parents.new_full((filler,), -1)]),
         )
 
-    def slice(self, tokens: int) -> slice:
+    def part(self, tokens: int) -> slice:
         """This rank's part of an axis that `even` has filled up."""
         size = -(-tokens // self.ranks)
         return slice(size * self.rank, size * (self.rank + 1))
 
     def places(self, batch: ModelBatch) -> Int[Tensor, " here"]:
         """The targets whose predictors are this rank's."""
-        own, predictors = self.slice(batch.inputs.input_ids.numel()), batch.targets.predictors
+        own, predictors = self.part(batch.inputs.input_ids.numel()), batch.targets.predictors
         return ((predictors >= own.start) & (predictors < own.stop)).nonzero()[:, 0]
 
     def attention(self, backend: Attention) -> Attention:

@@ -94,6 +94,24 @@ def pure_gradients(batch, shape, family, loss, layout):
         return value, metrics.per_step, whole(stats), kl.detach(), whole(grads)
 
 
+def prepared(batch, shape, options):
+    """An update whose `prepare` asks the current policy for log-probs of the whole mini-batch."""
+    with float64_everywhere():
+        actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
+        actor.update_policy(
+            batch, loss_fn=loss_function(actor.policy, "ppo"), prepare=fresh_logprobs(actor.policy), **options
+        )
+        return whole(actor.params)
+
+
+def fresh_logprobs(policy):
+    def prepare(params, mini_batch):
+        stats = fnppo.compute_logprobs(params, mini_batch, policy=policy, temperature=0.8, max_tokens=12)
+        return mini_batch._replace(old_logprobs=stats.logprobs - 0.1)
+
+    return prepare
+
+
 def refused(batch, shape, options):
     actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape))
     before = whole(actor.params)
@@ -179,7 +197,7 @@ def slices(tokens):
     split = Ulysses(ranks((1, 1, dist.get_world_size())).sequence)
     ids = torch.arange(tokens)
     even = split.even(PackedInputs(ids, ids, torch.tensor([0, tokens])))
-    own = split.slice(tokens)
+    own = split.part(tokens)
     return even.input_ids.numel(), own.start, own.stop
 
 

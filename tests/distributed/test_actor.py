@@ -5,20 +5,22 @@ import math
 import optree
 import pytest
 import torch
+from batches import some_batch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from programs import OPTIMIZER, loss_function, model, update
+from programs import OPTIMIZER, fresh_logprobs, loss_function, model, prepared, update
 from tiny import VOCAB
 
 import fnppo
+from fnppo.distributed import balanced, in_turn
 from fnppo.layouts import sharing
 from fnppo.testing import float64_everywhere, padded_batches
 
 SHAPES = [
-    *((1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
+    *((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)),
     *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 4, 1), (2, 1, 2))),
 ]
-"""(replicate, shard, sequence) of two and four ranks."""
+"""(replicate, shard, sequence) of one, two and four ranks."""
 FAMILIES = {1: ["llama", "gpt2", "tied", "gemma2", "gpt_oss"], 2: ["llama", "gpt2", "gpt_oss"], 4: ["llama", "gemma2"]}
 """By sequence ranks: models whose heads they can share."""
 
@@ -70,14 +72,17 @@ def test_the_same_numbers_on_any_mesh(shape, pools, data):
         "mini_batch_size": data.draw(st.integers(-(-n // 2), n)),
         "max_tokens": data.draw(st.integers(longest, 3 * longest)),
         "num_epochs": data.draw(st.integers(1, 2)),
-        "weights": data.draw(st.sampled_from([fnppo.token_mean, fnppo.sequence_mean, fnppo.token_sum])),
+        "weights": data.draw(st.sampled_from([fnppo.token_mean, fnppo.sequence_mean, fnppo.group_token_mean])),
         "seed": data.draw(st.integers(0, 9)),
         "layout": data.draw(
             st.sampled_from([fnppo.packed, sharing(least_shared=1)] + [fnppo.padded] * (shape[2] == 1))
         ),
     }
     # Layers that compute in float32 would do so when they are recomputed: autograd does not know of `float64_everywhere`.
-    engine = {"remat": family == "gpt2" and data.draw(st.booleans())}
+    engine = {
+        "remat": family == "gpt2" and data.draw(st.booleans()),
+        "deal": data.draw(st.sampled_from([balanced, in_turn])),
+    }
     each = [parts[rank // shape[2]] for rank in range(math.prod(shape))]
     found = pools(math.prod(shape)).run(update, shape, family, loss, options, engine, each=each)
     expected = single(fnppo.select_rows(batch, order.tolist()), family, loss, options)
@@ -88,3 +93,17 @@ def test_the_same_numbers_on_any_mesh(shape, pools, data):
             rows = slice(place, place + each[rank].input_ids.shape[0])
             assert apart(stats, optree.tree_map(lambda x: x[rows], expected[0])) < 1e-10
             place = rows.stop
+
+
+def test_prepare_sees_the_rows_of_all_ranks(pools):
+    """It is called with the current policy before every step, and what it asks of it is the same on every rank."""
+    batch, options = some_batch(4), {"mini_batch_size": 3, "max_tokens": 12, "num_epochs": 2}
+    parts = [fnppo.select_rows(batch, [0]), fnppo.select_rows(batch, [1, 2, 3])]
+    with float64_everywhere():
+        policy, params = fnppo.functional_policy(model("llama"))
+        expected, *_ = fnppo.update_policy(
+            params, OPTIMIZER.init(params), batch,
+            loss_fn=loss_function(policy, "ppo"), optimizer=OPTIMIZER, prepare=fresh_logprobs(policy), **options,
+        )  # fmt: skip
+    for found in pools(2).run(prepared, (1, 2, 1), options, each=parts):
+        assert apart(found, expected) < 1e-10

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from batches import some_batch
 from programs import failing_loss, refused, shared_rows, uneven_losses, unlike
 from ranks import Failed
 from test_actor import apart
-from test_sharding import some_batch
 
 import fnppo
 

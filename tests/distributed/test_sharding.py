@@ -4,26 +4,15 @@ import math
 
 import optree
 import pytest
-import torch
+from batches import some_batch
 from programs import loss_function, model, pure_gradients, slices, stray_factors
 from test_actor import apart
-from tiny import VOCAB, tiny
+from tiny import tiny
 
 import fnppo
 from fnppo.distributed.ulysses import check_heads
 from fnppo.layouts import sharing
 from fnppo.testing import float64_everywhere
-
-
-def some_batch(rows=4, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 6, (rows, 2), generator=g).tolist()
-    draw = lambda n: torch.randint(VOCAB, (n,), generator=g).tolist()
-    prompts = [draw(p) for p, _ in sizes]
-    batch = fnppo.padded_batch([prompts[i // 2] for i in range(rows)], [draw(r) for _, r in sizes])
-    shape = batch.input_ids.shape
-    normal = lambda: torch.randn(shape, generator=g, dtype=torch.float64)
-    return batch._replace(old_logprobs=normal() * 0.3 - 2.5, advantages=normal(), ref_logprobs=normal() * 0.3 - 2.5)
 
 
 @pytest.mark.parametrize(
