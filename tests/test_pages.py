@@ -1,38 +1,58 @@
-"""Pages of the documentation run as printed: code in order, and failures with the messages that the page shows."""
+"""Pages of the documentation run as printed: their Python in order, with the output and the errors that they show."""
 
+import os
 import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
-PAGES = Path(__file__).parent.parent / "docs" / "pages"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = DOCS / "pages"
 BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.S)
+WITH_CODE = [str(page.relative_to(PAGES)) for page in sorted(PAGES.rglob("*.md")) if "```python" in page.read_text()]
+FAILURES = {"test-your-trainer.md": 3}  # pages that show errors, and how many
+FIGURES = sorted((DOCS / "figures").glob("*.py"))
 
 
 def run(page):
-    """Execute the page's Python blocks. One that a text block follows must fail with that text."""
-    text = (PAGES / page).read_text()
-    blocks, names, failures = list(BLOCK.finditer(text)), {}, []
+    """What the page's Python blocks print and raise, beside the text blocks that follow them."""
+    blocks, names = list(BLOCK.finditer((PAGES / page).read_text())), {"__name__": "__main__"}
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         if block[1] == "text":
             continue
-        code = compile(block[2], page, "exec")
-        if following is None or following[1] == "python":
-            exec(code, names)
-            continue
-        with pytest.raises(AssertionError) as error:
-            exec(code, names)
-        failures.append((following[2], f"{error.value}\n"))
-    return failures
+        code, out, fails = compile(block[2], page, "exec"), StringIO(), False
+        promised = following[2] if following is not None and following[1] == "text" else None
+        try:
+            with redirect_stdout(out):
+                exec(code, names)
+        except (AssertionError, ValueError) as error:
+            if promised is None:
+                raise
+            fails = True
+            out.write(f"{error}\n")
+        if promised is not None:
+            yield promised, out.getvalue(), fails
 
 
-def test_three_planted_bugs_are_found():
-    failures = run("test-your-trainer.md")
-    assert len(failures) == 3
-    for shown, found in failures:
-        assert found == shown
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_a_page_is_what_its_code_prints(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    failures = 0
+    for promised, found, fails in run(page):
+        assert found == promised
+        failures += fails
+    assert failures == FAILURES.get(page, 0)
 
 
-def test_losses_are_composed_as_printed(capsys):
-    assert run("losses.md") == []
-    assert "policy_loss" in capsys.readouterr().out
+@pytest.mark.parametrize("script", FIGURES, ids=lambda path: path.stem)
+def test_a_figure_is_what_its_script_draws(script, tmp_path):
+    """Each script writes `<its name>.svg` to the folder that it is given."""
+    subprocess.run([sys.executable, script, tmp_path], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    drawn = tmp_path / f"{script.stem}.svg"
+    assert drawn.read_text() == (PAGES / "plots" / drawn.name).read_text()
