@@ -19,6 +19,7 @@ from fnppo.checks import check_batch, check_vocabulary
 from fnppo.distributed.checkpoint import Restored, Saving, begin_save, load
 from fnppo.distributed.dealing import Deal, balanced, share_of
 from fnppo.distributed.engine import gradients_of, reshard, shard_policy, without_gradients
+from fnppo.distributed.fingerprint import fingerprint
 from fnppo.distributed.mesh import make_mesh, ranks_of
 from fnppo.distributed.reduce import raise_together
 from fnppo.distributed.rows import AllRows, gather_rows, own_rows
@@ -192,7 +193,8 @@ class FSDPActor:
         """
         self._finish_saving()
         self._saving = begin_save(
-            folder, self._state(), step=step, position=position or {}, keep=keep, group=self._files
+            folder, self._state(), step=step, position=position or {}, keep=keep, group=self._files,
+            frozen=self._frozen,
         )  # fmt: skip
         saving = self._saving
         if wait:
@@ -203,11 +205,11 @@ class FSDPActor:
         """Go on from the last complete checkpoint of a folder, of whatever mesh; None where there is none.
 
         Raises:
-            ValueError: on every rank: the checkpoint is damaged, or of another model or optimizer.
+            ValueError: on every rank: the checkpoint is damaged, of another model or optimizer, or beside other frozen weights.
         """
         self._finish_saving()
         reshard(self._root)
-        return load(folder, self._state(), group=self._files)
+        return load(folder, self._state(), group=self._files, frozen=self._frozen)
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters, one after the other, on every rank: to hand weights to a sampler.
@@ -255,6 +257,11 @@ class FSDPActor:
         """A group of its own for checkpoints, which are written while the others are in use, from host memory."""
         group: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(self._ranks.world), backend="gloo")
         return group
+
+    @cached_property
+    def _frozen(self) -> dict[str, int]:
+        """What a run that loads a checkpoint must have as well, since it is in none of them."""
+        return {name: fingerprint(leaf) for name, leaf in sorted(self._all.items()) if not leaf.requires_grad}
 
     def _state(self) -> dict[str, Any]:
         return {"params": self.params, "opt_state": self.opt_state}

@@ -16,8 +16,9 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import optree
@@ -76,6 +77,7 @@ def begin_save(
     position: dict[str, Any],
     keep: int | None,
     group: dist.ProcessGroup,
+    frozen: Mapping[str, int] = MappingProxyType({}),
 ) -> Saving:
     """Copy the tree to host memory, and write it in the background. Every rank calls it with its shards.
 
@@ -86,6 +88,7 @@ def begin_save(
         position: where in the data the run is: anything that JSON can hold. That of the first rank is kept.
         keep: how many of the last checkpoints stay; None keeps all.
         group: of all ranks, used by this function alone, and able to send host memory (gloo).
+        frozen: a number for each tensor that is not saved, and must be the same where the checkpoint is loaded.
 
     Raises:
         ValueError: `step` is no count, `keep` is below 1, `position` cannot be written as JSON, or there is a checkpoint of
@@ -111,7 +114,7 @@ def begin_save(
     written: Any = state_dict_saver.async_save(state, checkpoint_id=partial, process_group=group, no_dist=False)
     manifest = {
         "fnppo_sharded": FORMAT, "step": step, "position": json.loads(text), "ranks": ranks, "tensors": about,
-        "rng": sorted(_random_state()),
+        "frozen": dict(frozen), "rng": sorted(_random_state()),
     }  # fmt: skip
 
     def finish() -> None:
@@ -143,10 +146,16 @@ def begin_save(
     return Saving(finish_or_tell)
 
 
-def load(folder: str | os.PathLike[str], tree: PyTree, *, group: dist.ProcessGroup) -> Restored | None:
+def load(
+    folder: str | os.PathLike[str],
+    tree: PyTree,
+    *,
+    group: dist.ProcessGroup,
+    frozen: Mapping[str, int] = MappingProxyType({}),
+) -> Restored | None:
     """Fill the tensors of `tree` from the last complete checkpoint; None where there is none. Every rank calls it.
 
-    The run that wrote it may have had another number of ranks, and another mesh.
+    The run that wrote it may have had another number of ranks, and another mesh, but not other numbers in `frozen`.
 
     Raises:
         ValueError: on every rank: the checkpoint is damaged or was made of other tensors. `tree` is as it was.
@@ -159,7 +168,7 @@ def load(folder: str | os.PathLike[str], tree: PyTree, *, group: dist.ProcessGro
     (path,) = found[0]
     state, error = named(tree), None
     try:
-        manifest = _manifest(path, state)
+        manifest = _manifest(path, state, frozen)
         for name in sorted(manifest["files"])[rank::ranks]:
             _compare(path / name, manifest["files"][name])
     except Exception as refused:
@@ -191,8 +200,8 @@ def named(tree: PyTree) -> dict[str, Tensor]:
     return {"/".join(map(str, path)): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
-def _manifest(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
-    """The manifest of a checkpoint, if it is one of these tensors."""
+def _manifest(path: Path, state: dict[str, Tensor], frozen: Mapping[str, int]) -> dict[str, Any]:
+    """The manifest of a checkpoint, if it is one of these tensors, beside these frozen ones."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         version = manifest["fnppo_sharded"]
@@ -213,6 +222,12 @@ def _manifest(path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
         if here != there:
             raise ValueError(
                 f"{path}: {name} is {there}, expected {here}. It belongs to another run: name another folder."
+            )
+    for name in sorted(frozen.keys() | manifest["frozen"].keys()):
+        if frozen.get(name) != manifest["frozen"].get(name):
+            raise ValueError(
+                f"{path}: {name} is frozen, so it was not saved, and has other values than in the run that wrote it. Start "
+                "from the model that this run started from."
             )
     return manifest
 

@@ -281,6 +281,19 @@ def foreign(shape, family, folder):
     raise AssertionError("nothing was refused")
 
 
+def beside_frozen(shape, folder, change):
+    """A checkpoint of norms alone, loaded beside the frozen weights it was saved with, or others."""
+    module = copy.deepcopy(model("llama"))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    actor = FSDPActor(module, OPTIMIZER, mesh=mesh(shape))
+    if not list(folder.glob("step-*")):
+        actor.save(folder, step=1)
+    with torch.no_grad():
+        module.model.layers[1].mlp.up_proj.weight[3, 2] += change
+    return tuple(FSDPActor(module, OPTIMIZER, mesh=mesh(shape)).load(folder))[:1]
+
+
 def loaded_in_between(batch, shape, folder, reshard):
     """Log-probs when saved and when loaded again after an update, and what is said of a step that is too early."""
     actor = FSDPActor(model("llama"), OPTIMIZER, mesh=mesh(shape), reshard_after_forward=reshard)

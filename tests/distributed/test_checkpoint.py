@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from batches import some_batch
-from programs import exported, failing_save, foreign, keep_saving, loaded_in_between, saved, saved_and_loaded
+from programs import (
+    beside_frozen,
+    exported,
+    failing_save,
+    foreign,
+    keep_saving,
+    loaded_in_between,
+    saved,
+    saved_and_loaded,
+)
 from ranks import Failed
 from transformers import AutoModelForCausalLM
 
@@ -120,6 +129,16 @@ def test_a_checkpoint_of_another_model(tmp_path, pools):
     pools(2).run(keep_saving, (1, 2, 1), tmp_path, 1, None)
     for said in pools(2).run(foreign, (1, 2, 1), "gpt2", tmp_path):
         assert "It belongs to another run: name another folder." in said
+
+
+def test_a_checkpoint_beside_other_frozen_weights(tmp_path, pools):
+    """G5, G13: they are not in it, so what is loaded would be another model; the mesh does not matter."""
+    for shape in ((1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 2, 1)):
+        assert pools(math.prod(shape)).run(beside_frozen, shape, tmp_path, 0.0)[0] == (1,)
+    with pytest.raises(
+        Failed, match=r"model.layers.1.mlp.up_proj.weight is frozen, .* has other values than in the run"
+    ):
+        pools(2).run(beside_frozen, (1, 2, 1), tmp_path, 1e-6)
 
 
 def test_what_is_loaded_is_what_runs(tmp_path, pools):
