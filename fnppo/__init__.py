@@ -3,9 +3,9 @@
 The files, in the order in which data flows through them: `types`, `checks`, `rows`, `prefixes`, `packing`, `weights`,
 `batching`, `grouping`, `tree_plans`, `layouts`; `segments`, `attention`, `tree_attention`, `attention_interface`, `remat`,
 `functional`, `policy`; `linear_head`, `logit_chunks`, `head`, `one_pass`, `logprobs`, `squared_probs`; `kl`, `kl_exact`,
-`surrogates`, `losses`, `metrics`; `critic`, `values`; `gradients`, `foreach`, `schedules`, `optim`, `train`. Before them
-stand `rollout`, `corrections` and `advantages`, after them `checkpoint` and `distributed`, beside them `transforms`,
-`testing`, `verify` and `plan`.
+`surrogates`, `losses`, `metrics`; `critic`, `values`; `partition`, `gradients`, `foreach`, `schedules`, `optim`, `train`.
+Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint` and `distributed`, beside them
+`transforms`, `testing`, `verify` and `plan`.
 
 Rules of which there are many have a name space each: `fnppo.surrogates`, `fnppo.advantages`, `fnppo.corrections`.
 """
@@ -37,6 +37,7 @@ from fnppo.optim import (
     skip_nonfinite,
 )
 from fnppo.packing import pack_sequences, pad_sequences, unpack_targets
+from fnppo.partition import combine, partition
 from fnppo.policy import Policy
 from fnppo.precision import cast, dynamic_loss_scale
 from fnppo.prefixes import PrefixTree, prefix_tree
@@ -86,6 +87,7 @@ __all__ = [
     "chunked_logprobs",
     "clip_by_global_norm",
     "clipped_surrogate",
+    "combine",
     "compute_logprobs",
     "compute_sum_squared_probs",
     "compute_values",
@@ -124,6 +126,7 @@ __all__ = [
     "pad_sequences",
     "padded",
     "padded_batch",
+    "partition",
     "plan_microbatches",
     "plan_minibatches",
     "plan_shared_microbatches",

@@ -13,6 +13,7 @@ import fnppo
 from fnppo.layouts import sharing
 from fnppo.testing import branching_batches, float64_everywhere, oracle_loss, oracle_stats, padded_batches, splits
 
+SLOW = pytest.mark.slow
 FAMILIES = ["llama", "gpt2", "mistral"]
 MORE_FAMILIES = ["tied", "gemma2", "gpt_oss", "granite", "cohere", "phi"]
 LOSS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "entropy_coef": 0.05, "kl_coef": 0.1}
@@ -168,7 +169,7 @@ def test_what_is_shared_changes_no_number(batch, least):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=SLOW), pytest.param("mistral", marks=SLOW)])
 @given(batch=BRANCHES, spare=st.integers(0, 12), mini_batch_size=st.integers(1, 5))
 def test_an_update_on_trees(family, batch, spare, mini_batch_size):
     """Two steps or more through `update_policy`, in micro-batches that cut trees, and rows in one piece as they are."""
