@@ -40,7 +40,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: PyTree, *, step: int) ->
     tensors = {_name(p): leaf for p, leaf in zip(optree.tree_paths(tree), optree.tree_leaves(tree), strict=True)}
     if len(tensors) < len(optree.tree_leaves(tree)):
         raise ValueError("two leaves of the tree have the same name, since a key holds a slash. Rename the key.")
-    with _replacing(path) as temporary, open(temporary, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save({"fnppo_checkpoint": 1, "step": step, "tensors": tensors}, file)
         file.flush()
         os.fsync(file.fileno())
@@ -87,12 +87,18 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
     Other files of a folder that is already there stay in it, but for weights.
 
     Raises:
-        ValueError: `params` lacks a parameter, has one more or one of another shape, or `path` is a folder with something else than a model in it.
+        ValueError: `params` lacks a parameter, has one more or one of another shape; `path` is a folder with something else than a model in it; or
+            the model has adapters, for which there is `fnppo.interop.peft`.
     """
     path = Path(path).resolve()
     if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
         raise ValueError(f"{path} is a folder without config.json: it holds something else than a model. Name another.")
     model: Any = policy.with_own_attention()
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise ValueError(
+            "the policy has adapters of PEFT in it, which from_pretrained does not know. Use save_adapter or save_merged of "
+            "fnppo.interop.peft."
+        )
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "quantization_config"):  # a GGUF file was quantized; these parameters are not
             del config.quantization_config
@@ -110,14 +116,14 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
     model.tie_weights()
     if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
         raise ValueError(f"params lacks {missing[0]}. Give the whole tree that functional_policy returned.")
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary place beside `path` that takes its place once all is written, and is gone if anything fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))

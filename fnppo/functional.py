@@ -34,7 +34,7 @@ def functional_policy(
     attention it came with: `Policy.padded_only` says why. Which it is, is found by running a few tokens.
 
     Args:
-        module: any causal LM from transformers.
+        module: any causal LM from transformers, or a PeftModel around one (see `fnppo.interop.peft`).
         attention: a backend from `fnppo.attention`; the default chooses by device, dtype and what the model asks.
         remat: recompute each layer in the backward (gradient checkpointing), so that memory grows with one layer's
             activations and not with all of them. The numbers stay the same.
@@ -56,6 +56,7 @@ def functional_policy(
     >>> policy.head.weight, params[policy.head.weight].shape
     ('lm_head.weight', torch.Size([11, 8]))
     """
+    module = without_wrapper(module)
     return functional_model(
         module, vocabulary_head(module), attention=attention, remat=remat, train=train, dropout_seed=dropout_seed
     )
@@ -181,6 +182,19 @@ def _rope_types(module: nn.Module) -> set[str]:
     return {kind for found in kinds for kind in ([found] if isinstance(found, str) else found.values())}
 
 
+def without_wrapper(module: Any) -> Any:
+    """The model that PEFT has put adapters into, and any other module as it is."""
+    if not hasattr(module, "get_base_model"):
+        return module
+    config = module.peft_config[module.active_adapter]
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"{config.peft_type.value} puts tokens or keys before those of a row, which a policy does not read. Use an adapter "
+            "of weights, such as LoRA."
+        )
+    return module.get_base_model()
+
+
 def vocabulary_head(module: Any) -> Head:
     """Read the head off a causal LM: tied weights get the name under which `named_parameters` knows them."""
     is_module = isinstance(module, nn.Module)
@@ -194,6 +208,11 @@ def vocabulary_head(module: Any) -> Head:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     if linear is None or id(getattr(linear, "weight", None)) not in names:
         raise ValueError(f"{type(module).__name__} has no linear output head, so it is no causal LM.")
+    if more := [name for name, _ in linear.named_parameters() if name not in ("weight", "bias")]:
+        raise ValueError(
+            f"the output head of {type(module).__name__} has {', '.join(more)}; only a weight and a bias are read, so the rest "
+            "would never be trained. Leave the head out of the adapter's target_modules and modules_to_save."
+        )
     config = module.config.get_text_config()
     scale = 1.0
     for name, power in (

@@ -1,0 +1,86 @@
+"""PEFT: adapters are trained as a tree of their own, and written as PEFT writes them.
+
+model = get_peft_model(base, LoraConfig(...))
+policy, params = functional_policy(model)                          # names as in the base model
+trained, frozen = partition(params, trained_by(model))             # adapters; the rest
+with model.disable_adapter():
+    reference, _ = functional_policy(model)                        # the same params without adapters: one set of weights
+...
+save_adapter("adapter", combine(trained, frozen), model)           # PeftModel.from_pretrained(base, "adapter")
+save_merged("model", combine(trained, frozen), model)              # plain transformers
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fnppo.checkpoint import replacing
+from fnppo.types import Params
+
+
+def trained_by(model: Any) -> Callable[[str], bool]:
+    """For `partition`: whether PEFT trains the parameter of that name, as its `requires_grad` says.
+
+    Raises:
+        ValueError: `model` is no PeftModel.
+    """
+    names = {name for name, parameter in _base(model).named_parameters() if parameter.requires_grad}
+    return names.__contains__
+
+
+def save_adapter(path: str | os.PathLike[str], params: Params, model: Any) -> None:
+    """A folder that `PeftModel.from_pretrained(base, path)` loads: the adapter's config and its weights in `params`.
+
+    It is complete or not there. Other files of a folder that is there already stay in it, but for weights.
+
+    Args:
+        params: all parameters, or at least those of the adapter, by their names in the base model.
+        model: the PeftModel that the policy was made from; it stays as it is.
+
+    Raises:
+        ValueError: `model` is no PeftModel, or `params` lacks a parameter that it trains.
+    """
+    trained = trained_by(model)
+    needed = [name for name, _ in _base(model).named_parameters() if trained(name)]
+    if missing := [name for name in needed if name not in params]:
+        raise ValueError(f"params lacks {missing[0]}, which the adapter holds. Give combine(trained, frozen).")
+    prefix = _prefix(model)
+    with replacing(Path(path).resolve()) as temporary:
+        model.save_pretrained(temporary, state_dict={prefix + name: leaf.detach() for name, leaf in params.items()})
+
+
+def save_merged(path: str | os.PathLike[str], params: Params, model: Any, *, tokenizer: Any = None) -> None:
+    """A folder that plain transformers loads: the model with the adapters of `params` added to its weights.
+
+    Args, raises: as in `save_adapter`, with all parameters in `params`. A copy of the whole model is in memory meanwhile.
+    """
+    base = _base(model)
+    if missing := [name for name, _ in base.named_parameters() if name not in params]:
+        raise ValueError(f"params lacks {missing[0]}. Give combine(trained, frozen).")
+    merged = copy.deepcopy(model)
+    own = dict(_base(merged).named_parameters())
+    for name, leaf in params.items():
+        own[name].data = leaf.detach().clone()
+    merged = merged.merge_and_unload()
+    merged.tie_weights()
+    with replacing(Path(path).resolve()) as temporary:
+        merged.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+
+
+def _base(model: Any) -> nn.Module:
+    if not hasattr(model, "get_base_model"):
+        raise ValueError(f"model is a {type(model).__name__}, no PeftModel. Wrap it with peft.get_peft_model.")
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+def _prefix(model: Any) -> str:
+    """What PEFT's names have before those of the base model."""
+    base = _base(model)
+    return next(name for name, module in model.named_modules() if module is base) + "."
