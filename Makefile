@@ -11,7 +11,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet -c constraints.txt
 MODEL  ?= smollm2
 PEERS  ?= verl-0.7.0 verl-0.8.0 verl-0.9.1 trl-1.16.0
-SAMPLED := weights kl losses gradients
+SAMPLED := weights kl losses
+# Tests that these three do not need, and that take the time.
+UNNEEDED := exactness train gradients optim precision batching grouping tree_plans packing prefixes rows
 MUTMUT := HYPOTHESIS_PROFILE=mutation OMP_NUM_THREADS=1 $(BIN)/mutmut
 
 .PHONY: test test-distributed demo check docs format nightly mutation mutation-sample parity bench clean
@@ -43,13 +45,14 @@ mutation: $(VENV)/.mutation
 # The seventh mutant of each function of these modules; the layouts' and planners' are for the whole run.
 mutation-sample: $(VENV)/.mutation
 	rm -rf mutants
-	$(MUTMUT) run $(SAMPLED:%='fnppo.%.*__mutmut_7')
+	PYTEST_ADDOPTS="$(UNNEEDED:%=--deselect=tests/test_%.py)" $(MUTMUT) run $(SAMPLED:%='fnppo.%.*__mutmut_7')
 	$(BIN)/python tests/mutation_report.py
 
 # Each peer in an environment of its own, in build/parity: some minutes to install, some to run. It writes
 # docs/pages/parity.md, and fails where a difference is new or one of the page is gone. ARGS="--only gspo" prints lines.
 parity: $(VENV)/.dev $(PEERS:%=build/parity/%/.ready)
 	$(BIN)/python benchmarks/parity/run.py --peers $(PEERS) $(ARGS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 build/parity/verl-0.7.0/bin/python benchmarks/parity/actor.py
 
 # Writes docs/pages/benchmark.md; half an hour on two quiet cores. ARGS="--only fnppo plain --rounds 1" prints some of it.
 bench: $(VENV)/.dev build/parity/verl-0.7.0/.ready build/parity/trl-1.16.0/.ready
