@@ -2,10 +2,10 @@
 
 The files, in the order in which data flows through them: `types`, `checks`, `rows`, `prefixes`, `packing`, `weights`,
 `batching`, `grouping`, `tree_plans`, `layouts`; `segments`, `attention`, `tree_attention`, `attention_interface`, `remat`,
-`functional`, `policy`; `linear_head`, `logit_chunks`, `head`, `one_pass`, `logprobs`, `squared_probs`; `kl`, `kl_exact`,
-`surrogates`, `losses`, `metrics`; `critic`, `values`; `partition`, `gradients`, `foreach`, `schedules`, `optim`, `train`.
-Before them stand `rollout`, `corrections` and `advantages`, after them `checkpoint` and `distributed`, beside them
-`transforms`, `testing`, `verify` and `plan`.
+`functional`, `self_checks`, `policy`; `linear_head`, `logit_chunks`, `head`, `head_gradients`, `one_pass`, `logprobs`,
+`squared_probs`; `kl`, `kl_exact`, `surrogates`, `losses`, `metrics`; `critic`, `values`; `partition`, `gradients`, `foreach`,
+`schedules`, `optim`, `precision`, `train`. Before them stand `rollout`, `corrections` and `advantages`, after them
+`checkpoint`, `distributed` and `interop`, beside them `transforms`, `testing`, `verify` and `plan`.
 
 Rules of which there are many have a name space each: `fnppo.surrogates`, `fnppo.advantages`, `fnppo.corrections`.
 """

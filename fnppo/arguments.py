@@ -87,6 +87,8 @@ def check_hyper(name: str, number: Any, per_target: Tensor | None = None, **limi
     """Raise a `ValueError` if a hyper-parameter is out of its limits (see `check_number`), or a tensor of neither one
     number nor one a target: it would be broadcast.
     """
+    if per_target is not None and isinstance(number, Tensor) and number.shape == per_target.shape == (0,):
+        return  # a micro-batch without targets
     check_number(name, number, **limits)
     shapes = [()] if per_target is None else [(), tuple(per_target.shape)]
     if isinstance(number, Tensor) and tuple(number.shape) not in shapes:

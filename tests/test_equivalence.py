@@ -130,6 +130,14 @@ def test_microbatches(cause):
     assert message(assert_microbatch_invariant, SPLITS[cause]).endswith(f"Usual cause: {cause}")
 
 
+def test_sums_of_what_depends_on_the_rows_beside_it_have_no_wrong_divisor():
+    """Equal halves add up, so to name the sum of means would mislead: the cause is something inside of a micro-batch."""
+    centred = lambda b: (
+        torch.where(b.loss_mask, (b.old_logprobs - mean(b)).square(), 0).sum() if count(b) else torch.zeros(())
+    )
+    assert message(assert_microbatch_invariant, lambda parts: sum(map(centred, parts))).endswith(causes.SPLIT)
+
+
 def test_a_tree_names_the_leaf_that_differs():
     text = message(assert_microbatch_invariant, lambda parts: {"loss": total(parts[0]), "rows": torch.tensor(0.0)})
     assert "at ['loss']" in text

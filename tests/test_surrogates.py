@@ -392,3 +392,17 @@ def test_no_clip_has_no_gradient_of_nan_in_the_advantages():
         fnppo.TokenStats(one), targets._replace(advantages=a), clip_low=math.inf, clip_high=math.inf
     )[0].sum()
     assert torch.func.grad(loss)(one).item() == pytest.approx(-math.e)
+
+
+def test_clips_of_one_a_target_where_there_is_no_target():
+    """A micro-batch whose rows are all masked, or the filler of a rank that has none."""
+    none, index = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+    targets = fnppo.Targets(index, index, index, index, none, none, none)
+    numbers = {"clip_low": none, "clip_high": none, "dual_clip": none}
+    assert fnppo.ppo_loss(fnppo.TokenStats(none), targets, **numbers)[0] == 0
+    with pytest.raises(ValueError, match=r"clip_low is tensor\(\[\]\)"):
+        fnppo.ppo_loss(
+            fnppo.TokenStats(torch.zeros(1)),
+            fnppo.Targets(*(torch.zeros(1, dtype=torch.long),) * 4, *(torch.zeros(1),) * 3),
+            clip_low=none,
+        )

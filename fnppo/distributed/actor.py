@@ -1,7 +1,5 @@
 """The one class with state: a sharded policy, its optimizer's state, and three plain calls around the pure functions."""
 
-import copy
-import dataclasses
 import os
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -88,7 +86,7 @@ class FSDPActor:
         check_type("optimizer", optimizer, Optimizer, "Such as adamw(1e-6).")
         self._ranks = ranks_of(make_mesh() if mesh is None else mesh)
         policy, params = functional_policy(module, attention=attention, remat=remat)
-        self._architecture = dataclasses.replace(policy, skeleton=copy.deepcopy(policy.skeleton))  # without weights
+        self._architecture = policy
         if self._ranks.sequence.size() > 1:
             policy = split_tokens(policy, self._ranks.sequence)
         self.policy, self._root = shard_policy(policy, params, self._ranks, **fsdp)

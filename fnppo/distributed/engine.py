@@ -10,6 +10,7 @@ The embeddings, the last norm and the head belong to the root. They are gathered
 and their backward included.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,12 +45,14 @@ class Root(nn.Module):
 def shard_policy(policy: Policy, params: Params, ranks: Ranks, **fsdp: Any) -> tuple[Policy, Root]:
     """The policy over a sharded copy of its model, and the root of that copy. Parameters that were frozen stay so.
 
+    The policy that was given stays one of whole parameters.
+
     Args:
         policy, params: from `functional_policy`; every rank passes the same.
         ranks: from `ranks_of`.
         fsdp: options of torch's `fully_shard`, such as `mp_policy` or `offload_policy`.
     """
-    model = policy.skeleton
+    model = copy.deepcopy(policy.skeleton)  # without weights
     own = {
         name: nn.Parameter(params[name].detach(), parameter.requires_grad)
         for name, parameter in model.named_parameters()
@@ -69,7 +72,7 @@ def shard_policy(policy: Policy, params: Params, ranks: Ranks, **fsdp: Any) -> t
             module.set_force_sum_reduction_for_comms(True)
             # Ranks must send as much as each other, also where one has no token for an expert, or no target.
             module.set_reduce_scatter_unused_params(True)
-    return dataclasses.replace(policy, run=RunModule(policy.head.weight)), root
+    return dataclasses.replace(policy, skeleton=model, run=RunModule(policy.head.weight)), root
 
 
 def without_gradients(root: Root, function: Callable[..., Any], *args: Any) -> Any:

@@ -107,8 +107,15 @@ def of_split(
         LAST_ONLY: (0.0, 1.0),
         FIRST_ONLY: (1.0, 0.0),
     }
+
+    def is_split_into(a: float, b: float) -> bool:
+        return largest_difference(split, optree.tree_map(lambda x, y: a * x + b * y, *alone)).size <= tolerance
+
+    halves = loss_fn([pieces[0], pieces[0]]), loss_fn([select_rows(batch, groups[0] * 2)])
+    if is_split_into(1.0, 1.0) and largest_difference(*halves).size <= tolerance:
+        return SPLIT  # equal halves add up, so no divisor is wrong
     for cause, (a, b) in ways.items():
-        if largest_difference(split, optree.tree_map(lambda x, y: a * x + b * y, *alone)).size <= tolerance:  # noqa: B023
+        if is_split_into(a, b):
             return cause
     return SPLIT
 
