@@ -54,8 +54,8 @@ tree = fnppo.combine(params, adapters(params, rank=args.rank, seed=0))
 trained, frozen = fnppo.partition(tree, lambda name: name.endswith((DOWN, UP)))
 optimizer = fnppo.chain(fnppo.clip_by_global_norm(1.0), fnppo.adamw(2e-2))
 opt_state = optimizer.init(trained)  # moments of the adapters alone
-count = lambda tree: sum(leaf.numel() for leaf in tree.values())
-print(f"{count(trained):,} numbers are trained beside {count(frozen):,} that are frozen")
+counts = [sum(leaf.numel() for leaf in part.values()) for part in (trained, frozen)]
+print(f"{counts[0]:,} numbers are trained beside {counts[1]:,} that are frozen")
 
 
 def loss_fn(trained, micro_batch):

@@ -30,7 +30,11 @@ from fnppo.interop.verl import Actor
 
 ROWS, PROMPT, RESPONSE, VOCAB = 6, 4, 5, 32
 LOSSES = ("vanilla", "gpg", "cispo", "gspo", "sapo", "geo_mean")
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")  # the fourth is no mean over sequences in 0.7.0
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+)  # the fourth is no mean over sequences in 0.7.0
 FORCED = {"gspo", "sapo", "geo_mean"}  # verl averages their policy loss by seq-mean-token-mean, whatever is asked for
 INFO = {"temperature": 0.8, "micro_batch_size": 4, "max_token_len": 40, "use_dynamic_bsz": False}
 
