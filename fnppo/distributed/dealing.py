@@ -17,8 +17,10 @@ Deal: TypeAlias = Callable[[Sequence[int], int], list[list[int]]]
 def balanced(works: Sequence[int], ranks: int) -> list[list[int]]:
     """From the most work to the least, each to the rank that has had least, which may have as many as another at most.
 
-    >>> balanced([9, 5, 4, 1], 2)
-    [[0, 3], [1, 2]]
+    In that order they are run: ranks make each forward together, so those of like work should meet.
+
+    >>> balanced([1, 5, 4, 9], 2)
+    [[3, 0], [1, 2]]
     """
     most = -(-len(works) // ranks)
     dealt = list[list[int]]([] for _ in range(ranks))
@@ -28,7 +30,7 @@ def balanced(works: Sequence[int], ranks: int) -> list[list[int]]:
         dealt[rank].append(group)
         if len(dealt[rank]) < most:
             heapq.heappush(heap, (done + works[group], rank))
-    return [sorted(groups) for groups in dealt]
+    return dealt
 
 
 def in_turn(works: Sequence[int], ranks: int) -> list[list[int]]:
