@@ -58,6 +58,7 @@ def apart(found, expected):
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])  # of a second each
 @given(data=st.data())
 def test_the_same_numbers_on_any_mesh(shape, pools, data):
+    """G3: also the gradients, which the moments hold; A4, A5: whoever has which rows, and how many ranks share their tokens."""
     family = data.draw(st.sampled_from(FAMILIES[shape[2]]))
     batch = data.draw(padded_batches(vocab_size=VOCAB, max_rows=6))
     data_ranks = shape[0] * shape[1]
