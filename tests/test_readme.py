@@ -33,17 +33,33 @@ def test_the_example_in_the_readme_learns(tmp_path):
     assert all_rise(found, by=2)
 
 
-ALONE = sorted(
-    path for path in (ROOT / "examples").glob("*.py") if "many_ranks" not in path.name
-)  # see tests/distributed
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SMALL = [path for path in EXAMPLES if "--small" in path.read_text()]
 
 
-@pytest.mark.parametrize("script", ALONE, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", ["01_first_update.py", "02_actor_critic.py"])
 def test_examples_learn(script, tmp_path):
-    assert all_rise(rewards(str(script), cwd=tmp_path), by=2)
+    assert all_rise(rewards(str(ROOT / "examples" / script), cwd=tmp_path), by=2)
 
 
-def test_the_first_example_is_short():
+@pytest.mark.parametrize("script", SMALL, ids=lambda path: path.name)
+def test_examples_run_to_their_end(script, tmp_path):
+    """They check what they claim; see the end of each."""
+    out = subprocess.run(
+        [sys.executable, script, "--small"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    assert "nan" not in out.stdout
+
+
+def test_every_example_is_tested():
+    """The third runs under torchrun, in tests/distributed."""
+    assert len(EXAMPLES) == len(SMALL) + 3
+
+
+def test_examples_are_short():
+    assert all(len(path.read_text().splitlines()) < 120 for path in EXAMPLES)
     assert len((ROOT / "examples" / "01_first_update.py").read_text().splitlines()) < 40
 
 

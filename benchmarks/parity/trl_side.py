@@ -69,7 +69,7 @@ def policy_loss(columns: Columns, *, rejects: bool = False, corrected: bool = Fa
 
 
 def names(columns: Columns) -> dict[str, list[str]]:
-    """No page maps all of TRL."""
+    """docs/pages/from-trl.md maps them."""
     return {"names": []}
 
 
