@@ -13,6 +13,7 @@ import torch
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = DOCS / "pages"
+LIBRARY = DOCS.parent / "fnppo"
 BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.S)
 WITH_CODE = [str(page.relative_to(PAGES)) for page in sorted(PAGES.rglob("*.md")) if "```python" in page.read_text()]
 FAILURES = {"test-your-trainer.md": 3}  # pages that show errors, and how many
@@ -58,3 +59,12 @@ def test_a_figure_is_what_its_script_draws(script, tmp_path, monkeypatch, unchec
         runpy.run_path(str(script), run_name="__main__")
     drawn = tmp_path / f"{script.stem}.svg"
     assert drawn.read_text() == (PAGES / "plots" / drawn.name).read_text()
+
+
+def test_every_module_is_in_the_reference():
+    """But for programs, and packages whose parts are there."""
+    text = (PAGES / "reference.md").read_text()
+    for file in sorted(LIBRARY.rglob("*.py")):
+        parts = file.relative_to(LIBRARY.parent).with_suffix("").parts
+        if not {"cli", "__main__", "__init__", "demo", "command"} & set(parts):
+            assert f"::: {'.'.join(parts)}\n" in text, parts
