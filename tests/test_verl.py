@@ -193,6 +193,21 @@ def test_importance_weights_weigh_the_surrogate():
     assert apart(one.actor_module, two.actor_module) > 1e-4
 
 
+def test_parameters_that_are_moved_are_followed():
+    """G15: what offloading does is to give each parameter other memory; an update in between must be seen as well."""
+    with float64_everywhere():
+        stays, moves = actor_of({}), actor_of({})
+        for actor in (stays, moves):
+            actor.update_policy(data_of(3))
+            if actor is moves:
+                for parameter in actor.actor_module.parameters():
+                    old, parameter.data = parameter.data, parameter.data.clone()
+                    old.fill_(torch.nan)
+            actor.update_policy(data_of(3))
+        assert torch.equal(*(actor.compute_log_prob(data_of(3))[0] for actor in (stays, moves)))
+    assert apart(stays.actor_module, moves.actor_module) == 0
+
+
 def test_a_step_that_is_not_finite_is_skipped():
     actor, data = actor_of({"ppo_epochs": 1}), data_of(3)
     data.batch["advantages"] = data.batch["advantages"] * 1e300

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fnppo.checks import check_batch
-from fnppo.functional import functional_policy
+from fnppo.functional import functional_policy, without_wrapper
 from fnppo.gradients import accumulate_gradients
 from fnppo.interop.verl_options import Options, read
 from fnppo.layouts import Layout
@@ -49,7 +49,8 @@ class Actor:
     def __init__(self, config: Any, actor_module: Any, actor_optimizer: torch.optim.Optimizer | None = None) -> None:
         self.config, self.actor_module, self.actor_optimizer = config, actor_module, actor_optimizer
         read(config, response_length=1, importance_weights=False)  # what is wrong with it is said now
-        self.policy, self._params = functional_policy(actor_module)
+        self.policy, _ = functional_policy(actor_module)
+        self._module = without_wrapper(actor_module)
 
     def compute_log_prob(self, data: Any, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and entropies) of all tokens of the responses [batch, response]; 0 where a response has ended.
@@ -69,7 +70,7 @@ class Actor:
                 2**62,
             )
         stats = compute_logprobs(
-            _cast(self._params, options), batch, policy=self.policy, temperature=known["temperature"],
+            _cast(self._params(), options), batch, policy=self.policy, temperature=known["temperature"],
             max_tokens=max_tokens, entropy=calculate_entropy, layout=layout,
         )  # fmt: skip
         entropy = None if stats.entropy is None else stats.entropy[:, -width:]
@@ -88,8 +89,8 @@ class Actor:
         batch, width = _batch(data, learned="response_mask")
         temperature = _info(data, "temperature")["temperature"]
         options = read(self.config, response_length=width, importance_weights="importance_weights" in batch.extra)
-        names = {name for name, parameter in self.actor_module.named_parameters() if parameter.requires_grad}
-        trained, frozen = partition(self._params, names.__contains__)
+        names = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        trained, frozen = partition(self._params(), names.__contains__)
         steps = _runs(len(batch.input_ids), options.mini_batch_size)
         fresh = options.own_old_logprobs and len(steps) * options.epochs == 1
 
@@ -114,10 +115,14 @@ class Actor:
                     found[NAMES.get(name, f"actor/{name}")].append(value)
         return dict(found)
 
+    def _params(self) -> Params:
+        """As they are now: they may have been moved to another device, or replaced, since the last call."""
+        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+
     def _step(self, grads: Params, grad_clip: float) -> float:
         """Clip and step, unless the norm is not finite; returns the norm before clipping."""
         assert self.actor_optimizer is not None
-        parameters = dict(self.actor_module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         for name, grad in grads.items():
             parameters[name].grad = grad
         norm = torch.nn.utils.clip_grad_norm_([parameters[name] for name in grads], grad_clip)
