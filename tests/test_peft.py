@@ -134,4 +134,10 @@ def test_refusals(tmp_path):
     for save in (save_adapter, save_merged):
         with pytest.raises(ValueError, match=r"params lacks .*lora_A.*combine\(trained, frozen\)"):
             save(tmp_path / "adapter", {name: leaf for name, leaf in params.items() if "lora_" not in name}, model)
+        for name, words in (
+            ("nowhere", "is not there in the model"),
+            ("model.norm.weight", r"is \(8,\) there in the model"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                save(tmp_path / "adapter", params | {name: torch.zeros(3)}, model)
     assert not list(tmp_path.iterdir())

@@ -42,12 +42,10 @@ def save_adapter(path: str | os.PathLike[str], params: Params, model: Any) -> No
         model: the PeftModel that the policy was made from; it stays as it is.
 
     Raises:
-        ValueError: `model` is no PeftModel, or `params` lacks a parameter that it trains.
+        ValueError: `model` is no PeftModel, or `params` lacks a parameter that it trains, has one more or one of another shape.
     """
     trained = trained_by(model)
-    needed = [name for name, _ in _base(model).named_parameters() if trained(name)]
-    if missing := [name for name in needed if name not in params]:
-        raise ValueError(f"params lacks {missing[0]}, which the adapter holds. Give combine(trained, frozen).")
+    _check(params, model, [name for name, _ in _base(model).named_parameters() if trained(name)])
     prefix = _prefix(model)
     with replacing(Path(path).resolve()) as temporary:
         model.save_pretrained(temporary, state_dict={prefix + name: leaf.detach() for name, leaf in params.items()})
@@ -58,9 +56,7 @@ def save_merged(path: str | os.PathLike[str], params: Params, model: Any, *, tok
 
     Args, raises: as in `save_adapter`, with all parameters in `params`. A copy of the whole model is in memory meanwhile.
     """
-    base = _base(model)
-    if missing := [name for name, _ in base.named_parameters() if name not in params]:
-        raise ValueError(f"params lacks {missing[0]}. Give combine(trained, frozen).")
+    _check(params, model, [name for name, _ in _base(model).named_parameters()])
     merged = copy.deepcopy(model)
     own = dict(_base(merged).named_parameters())
     for name, leaf in params.items():
@@ -71,6 +67,20 @@ def save_merged(path: str | os.PathLike[str], params: Params, model: Any, *, tok
         merged.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+
+
+def _check(params: Params, model: Any, needed: list[str]) -> None:
+    """That `params` holds what is needed, and nothing that the model does not have."""
+    own = dict(_base(model).named_parameters())
+    for name in needed:
+        if name not in params:
+            raise ValueError(f"params lacks {name}, which is to be saved. Give combine(trained, frozen).")
+    for name, leaf in params.items():
+        if name not in own or own[name].shape != leaf.shape:
+            there = f"{tuple(own[name].shape)} there" if name in own else "not there"
+            raise ValueError(
+                f"params holds {name} of shape {tuple(leaf.shape)}, which is {there} in the model. Give the tree of functional_policy."
+            )
 
 
 def _base(model: Any) -> nn.Module:
