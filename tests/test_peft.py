@@ -109,6 +109,24 @@ def oracle_wrapped(model):
     return fnppo.TokenStats(torch.cat(scores), None)
 
 
+def test_nothing_else_is_lost(tmp_path):
+    model = wrapped("llama")
+    _, params = fnppo.functional_policy(model)
+    (tmp_path / "optimizer.bin").write_text("kept")
+    for save, words in ((save_adapter, "without adapter_config.json"), (save_merged, "without config.json")):
+        with pytest.raises(ValueError, match=words):
+            save(tmp_path, params, model)
+    assert (tmp_path / "optimizer.bin").read_text() == "kept"
+    for parameter in model.get_base_model().model.norm.parameters():
+        parameter.requires_grad_(True)
+    with pytest.raises(ValueError, match="model.norm.weight is trained, and PEFT does not save it"):
+        save_adapter(tmp_path / "a", params, model)
+    model = wrapped("llama")
+    model.add_adapter("b", LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="model has the adapters default, b"):
+        save_adapter(tmp_path / "a", fnppo.functional_policy(model)[1], model)
+
+
 def test_refusals(tmp_path):
     prefixed = get_peft_model(
         copy.deepcopy(tiny("llama")), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")

@@ -208,6 +208,36 @@ def test_parameters_that_are_moved_are_followed():
     assert apart(stays.actor_module, moves.actor_module) == 0
 
 
+def test_adapters_that_are_disabled_are_the_reference():
+    from peft import LoraConfig, get_peft_model
+
+    module = get_peft_model(
+        copy.deepcopy(tiny("llama")), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    actor = Actor(CONFIG, module.double())
+    with module.disable_adapter():
+        reference = actor.compute_log_prob(data_of(3))[0]
+    assert torch.equal(reference, Actor(CONFIG, tiny("llama")).compute_log_prob(data_of(3))[0])
+    assert (reference - actor.compute_log_prob(data_of(3))[0]).abs().max() > 1e-2
+
+
+def test_nothing_is_changed_by_what_is_refused():
+    for option, tokens in (
+        ({"ppo_mini_batch_size": 1}, 999),
+        ({"ppo_mini_batch_size": 1, "ppo_max_token_len_per_gpu": 4}, 5),
+    ):
+        actor, data = actor_of(option), data_of(4)
+        before = copy.deepcopy(actor.actor_module)
+        data.batch["input_ids"][3, PROMPT] = tokens
+        with pytest.raises(ValueError, match="999|max_tokens is 4"):
+            actor.update_policy(data)
+        assert apart(actor.actor_module, before) == 0
+    data = data_of(2)
+    data.meta_info |= {"use_dynamic_bsz": False, "micro_batch_size": -1}
+    with pytest.raises(ValueError, match="micro_batch_size is -1"):
+        actor.compute_log_prob(data)
+
+
 def test_a_step_that_is_not_finite_is_skipped():
     actor, data = actor_of({"ppo_epochs": 1}), data_of(3)
     data.batch["advantages"] = data.batch["advantages"] * 1e300

@@ -31,7 +31,7 @@ from fnppo.arguments import check_count
 from fnppo.distributed.reduce import raise_together
 from fnppo.types import PyTree
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 FAILED = "failed-"
 

@@ -46,8 +46,21 @@ def save_adapter(path: str | os.PathLike[str], params: Params, model: Any) -> No
     """
     trained = trained_by(model)
     _check(params, model, [name for name, _ in _base(model).named_parameters() if trained(name)])
+    path = Path(path).resolve()
+    if list(model.peft_config) != ["default"]:
+        raise ValueError(
+            f"model has the adapters {', '.join(model.peft_config)}; one named default is known, which from_pretrained finds. Delete "
+            "the others, or save with PEFT."
+        )
+    if path.is_dir() and any(path.iterdir()) and not (path / "adapter_config.json").exists():
+        raise ValueError(f"{path} is a folder without adapter_config.json: it holds something else. Name another.")
     prefix = _prefix(model)
-    with replacing(Path(path).resolve()) as temporary:
+    saved = _saved(model)
+    if unsaved := [name for name in params if trained(name) and name not in saved]:
+        raise ValueError(
+            f"{unsaved[0]} is trained, and PEFT does not save it with the adapter. Freeze it, or use modules_to_save."
+        )
+    with replacing(path) as temporary:
         model.save_pretrained(temporary, state_dict={prefix + name: leaf.detach() for name, leaf in params.items()})
 
 
@@ -57,13 +70,16 @@ def save_merged(path: str | os.PathLike[str], params: Params, model: Any, *, tok
     Args, raises: as in `save_adapter`, with all parameters in `params`. A copy of the whole model is in memory meanwhile.
     """
     _check(params, model, [name for name, _ in _base(model).named_parameters()])
+    path = Path(path).resolve()
+    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
+        raise ValueError(f"{path} is a folder without config.json: it holds something else than a model. Name another.")
     merged = copy.deepcopy(model)
     own = dict(_base(merged).named_parameters())
     for name, leaf in params.items():
         own[name].data = leaf.detach().clone()
     merged = merged.merge_and_unload()
     merged.tie_weights()
-    with replacing(Path(path).resolve()) as temporary:
+    with replacing(path) as temporary:
         merged.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -81,6 +97,14 @@ def _check(params: Params, model: Any, needed: list[str]) -> None:
             raise ValueError(
                 f"params holds {name} of shape {tuple(leaf.shape)}, which is {there} in the model. Give the tree of functional_policy."
             )
+
+
+def _saved(model: Any) -> set[str]:
+    """Names of parameters that PEFT writes: it knows them by where their memory is."""
+    from peft import get_peft_model_state_dict
+
+    places = {tensor.data_ptr() for tensor in get_peft_model_state_dict(model).values()}
+    return {name for name, parameter in _base(model).named_parameters() if parameter.data_ptr() in places}
 
 
 def _base(model: Any) -> nn.Module:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fnppo.checks import check_batch
+from fnppo.arguments import check_count
+from fnppo.checks import check_batch, check_vocabulary
 from fnppo.functional import functional_policy, without_wrapper
 from fnppo.gradients import accumulate_gradients
 from fnppo.interop.verl_options import Options, read
@@ -26,6 +27,7 @@ from fnppo.logprobs import compute_logprobs, forward_logprobs
 from fnppo.losses import on_policy, ppo_loss
 from fnppo.metrics import Metrics, summarize
 from fnppo.partition import combine, partition
+from fnppo.policy import Policy
 from fnppo.precision import cast
 from fnppo.rows import select_rows
 from fnppo.types import ModelBatch, PaddedBatch, Params
@@ -34,14 +36,14 @@ NAMES = {
     "policy_loss": "actor/pg_loss", "kl": "actor/kl_loss", "entropy": "actor/entropy", "grad_norm": "actor/grad_norm",
     "dual_clip_fraction": "actor/pg_clipfrac_lower", "ppo_kl": "actor/ppo_kl",
 }  # fmt: skip
-"""Of metrics that are the same in both. Each is a mean over the mini-batch, by the chosen weights."""
+"""Of metrics that both have. Those of tokens are means over the tokens of a mini-batch; verl's follow `loss_agg_mode`."""
 
 
 class Actor:
     """`DataParallelPPOActor` with the numbers of fnppo: the same for any split into micro-batches.
 
     Args:
-        config: verl's `ActorConfig` or `FSDPActorConfig`, or a mapping with its names.
+        config: `ActorConfig` or `FSDPActorConfig` of verl 0.7.0, or a mapping with its names.
         actor_module: a causal LM from transformers, not wrapped in FSDP.
         actor_optimizer: steps the module's parameters; None for a reference policy.
     """
@@ -49,8 +51,14 @@ class Actor:
     def __init__(self, config: Any, actor_module: Any, actor_optimizer: torch.optim.Optimizer | None = None) -> None:
         self.config, self.actor_module, self.actor_optimizer = config, actor_module, actor_optimizer
         read(config, response_length=1, importance_weights=False)  # what is wrong with it is said now
-        self.policy, _ = functional_policy(actor_module)
         self._module = without_wrapper(actor_module)
+        self._architecture, _ = functional_policy(actor_module)
+
+    @property
+    def policy(self) -> Policy:
+        """Of PEFT's models made anew, since adapters may have been disabled or changed since the last call."""
+        wrapped = self._module is not self.actor_module
+        return functional_policy(self.actor_module)[0] if wrapped else self._architecture
 
     def compute_log_prob(self, data: Any, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and entropies) of all tokens of the responses [batch, response]; 0 where a response has ended.
@@ -65,6 +73,7 @@ class Actor:
             layout, max_tokens = options.layout, _info(data, "max_token_len")["max_token_len"]
         else:
             size = _info(data, "micro_batch_size")["micro_batch_size"]
+            check_count("micro_batch_size", size, least=1, remedy="It counts rows.")
             layout, max_tokens = (
                 Layout(lambda batch, *_, **__: _runs(len(batch.input_ids), size), options.layout.lay),
                 2**62,
@@ -94,10 +103,15 @@ class Actor:
         steps = _runs(len(batch.input_ids), options.mini_batch_size)
         fresh = options.own_old_logprobs and len(steps) * options.epochs == 1
 
+        policy = self.policy
+        check_vocabulary(batch, policy.vocab_size, policy.max_positions)
+        for rows in steps:  # what cannot be planned is refused before anything is changed
+            _micro_batches(select_rows(batch, rows), options)
+
         def loss_fn(trained: Params, micro_batch: ModelBatch) -> tuple[Tensor, Metrics]:
             params = _cast(combine(trained, frozen), options)
             entropy = options.entropy or options.loss["entropy_coef"] != 0
-            stats = forward_logprobs(params, micro_batch, policy=self.policy, temperature=temperature, entropy=entropy)
+            stats = forward_logprobs(params, micro_batch, policy=policy, temperature=temperature, entropy=entropy)
             targets = on_policy(micro_batch.targets, stats) if fresh else micro_batch.targets
             loss, metrics = ppo_loss(stats, targets, **options.loss)
             assert targets.old_logprobs is not None
