@@ -68,6 +68,7 @@ def plan_minibatches(rows: int, *, mini_batch_size: int, num_epochs: int = 1, se
 
 
 def check_min_groups(min_groups: int) -> None:
+    """A `ValueError` unless it counts."""
     check_count("min_groups", min_groups, least=0, remedy="Leave it out to ask for none.")
 
 
@@ -89,10 +90,12 @@ def _checked(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
 
 
 def checked_limit(max_tokens: int) -> int:
+    """`max_tokens`, or a `ValueError` unless it counts."""
     return check_count("max_tokens", max_tokens, least=1, remedy="A micro-batch holds at least 1 token.")
 
 
 def refuse_over(row: int, length: int, max_tokens: int) -> None:
+    """A `ValueError` if a row is longer than a micro-batch may be."""
     if length > max_tokens:
         raise ValueError(
             f"row {row} has {length} tokens, max_tokens is {max_tokens}. Raise max_tokens to at least {length}, or "

@@ -8,12 +8,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
 from fnppo.arguments import check_count, check_tensor
 from fnppo.policy import Policy
@@ -87,12 +88,10 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
     Other files of a folder that is already there stay in it, but for weights.
 
     Raises:
-        ValueError: `params` lacks a parameter, has one more or one of another shape; `path` is a folder with something else than a model in it; or
-            the model has adapters, for which there is `fnppo.interop.peft`.
+        ValueError: `params` lacks a parameter, has one more or one of another shape; `path` is a folder with something else
+            than a model in it; or the model has adapters, for which there is `fnppo.interop.peft`.
     """
-    path = Path(path).resolve()
-    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
-        raise ValueError(f"{path} is a folder without config.json: it holds something else than a model. Name another.")
+    path = checked_place(path, "config.json", "a model")
     model: Any = policy.with_own_attention()
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise ValueError(
@@ -103,15 +102,7 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
         if hasattr(config, "quantization_config"):  # a GGUF file was quantized; these parameters are not
             del config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
-    own = dict(model.named_parameters())
-    for name, value in params.items():
-        check_tensor(name, value)
-        if name not in own or own[name].shape != value.shape:
-            expected = f"{tuple(own[name].shape)} there" if name in own else "not there"
-            raise ValueError(
-                f"params holds {name} of shape {tuple(value.shape)}, which is {expected} in the policy. Give the tree that "
-                "functional_policy returned."
-            )
+    check_parameters(params, dict(model.named_parameters()))
     model.load_state_dict(params, assign=True, strict=False)
     model.tie_weights()
     if missing := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
@@ -120,6 +111,26 @@ def save_pretrained(path: str | os.PathLike[str], params: Params, *, policy: Pol
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+
+
+def checked_place(path: str | os.PathLike[str], marker: str, kind: str) -> Path:
+    """The absolute path, if it is free, or a folder with the file `marker`, which one of that kind has and may be replaced."""
+    path = Path(path).resolve()
+    if path.is_dir() and any(path.iterdir()) and not (path / marker).exists():
+        raise ValueError(f"{path} is a folder without {marker}: it holds something else than {kind}. Name another.")
+    return path
+
+
+def check_parameters(params: Params, own: Mapping[str, Tensor]) -> None:
+    """That all of `params` are among a model's `own`, with their shapes."""
+    for name, value in params.items():
+        check_tensor(name, value)
+        if name not in own or own[name].shape != value.shape:
+            expected = f"{tuple(own[name].shape)} there" if name in own else "not there"
+            raise ValueError(
+                f"params holds {name} of shape {tuple(value.shape)}, which is {expected} in the policy. Give the tree that "
+                "functional_policy returned."
+            )
 
 
 @contextlib.contextmanager

@@ -184,9 +184,23 @@ def _rope_types(module: nn.Module) -> set[str]:
 
 def without_wrapper(module: Any) -> Any:
     """The model that PEFT has put adapters into, and any other module as it is."""
+    if any(hasattr(parameter, "to_local") for parameter in getattr(module, "parameters", list)()):
+        raise ValueError(
+            f"the parameters of {type(module).__name__} are DTensors: it has been sharded. Give the module as it was before "
+            "to FSDPActor, which shards it."
+        )
     if not hasattr(module, "get_base_model"):
+        if type(module).__name__ == "PeftMixedModel":
+            raise ValueError(
+                "module is a PeftMixedModel, whose adapters are mixed. Use peft.get_peft_model without mixed."
+            )
         return module
     config = module.peft_config[module.active_adapter]
+    if getattr(config, "alora_invocation_tokens", None) is not None:
+        raise ValueError(
+            "alora_invocation_tokens is set: such an adapter depends on where tokens stand in a row, which a policy does not "
+            "read. Use LoRA without them."
+        )
     if config.is_prompt_learning:
         raise ValueError(
             f"{config.peft_type.value} puts tokens or keys before those of a row, which a policy does not read. Use an adapter "

@@ -182,6 +182,7 @@ def _each_its_own(grads: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def detached(tree: Any) -> Any:
+    """The tree without the graph of its tensors."""
     return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 

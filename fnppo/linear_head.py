@@ -124,6 +124,7 @@ def one_per_target(temperature: float | Tensor, targets: int, *, like: Tensor) -
 
 
 def check_token_ids(token_ids: Tensor, targets: int, vocab: int, like: Tensor) -> None:
+    """A `ValueError` unless there is one id of the vocabulary a target."""
     check_tensor("token_ids", token_ids)
     check_device("token_ids", token_ids, "hidden", like)
     check_ids("token_ids", token_ids)

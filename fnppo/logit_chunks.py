@@ -155,6 +155,7 @@ class Workspace:
         return Softmax(z, top, torch.exp(z, out=self.exp_of_block(z)).sum(-1))
 
     def exp_of_block(self, z: Tensor) -> Tensor:
+        """The buffer for e^z of a block."""
         return self.block[0][: z.shape[0]]
 
     def slope(self, softmax: Softmax, temperature: Tensor) -> Tensor | None:
@@ -210,4 +211,5 @@ def _finite(z: Tensor, *, out: Tensor) -> Tensor:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
+    """That in which softmax, log-probs and entropies are computed: float32, or better if `dtype` is."""
     return torch.promote_types(dtype, torch.float32)

@@ -81,6 +81,7 @@ def prefix_tree(batch: PaddedBatch, *, least_shared: int = LEAST_SHARED) -> Pref
 
 
 def check_least_shared(least_shared: int) -> None:
+    """A `ValueError` unless it counts."""
     check_count("least_shared", least_shared, least=1, remedy="Use 1 to share whatever can be shared.")
 
 

@@ -1,5 +1,6 @@
 """Pages of the documentation run as printed: their Python in order, with the output and the errors that they show."""
 
+import ast
 import re
 import runpy
 import sys
@@ -68,3 +69,16 @@ def test_every_module_is_in_the_reference():
         parts = file.relative_to(LIBRARY.parent).with_suffix("").parts
         if not {"cli", "__main__", "__init__", "demo", "command"} & set(parts):
             assert f"::: {'.'.join(parts)}\n" in text, parts
+
+
+def test_every_public_symbol_has_a_docstring():
+    for file in sorted(LIBRARY.rglob("*.py")):
+        module = ast.parse(file.read_text())
+        classes = [node for node in module.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        for node in [module, *module.body, *(node for owner in classes for node in owner.body)]:
+            public = isinstance(node, ast.Module) or (
+                isinstance(node, ast.ClassDef | ast.FunctionDef)
+                and not node.name.startswith("_")
+                and node.name not in ("forward", "backward")  # of autograd's functions
+            )
+            assert not public or ast.get_docstring(node), (file.name, getattr(node, "name", ""))

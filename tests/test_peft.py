@@ -143,6 +143,12 @@ def test_refusals(tmp_path):
     )
     with pytest.raises(ValueError, match="output head of LlamaForCausalLM has .*modules_to_save"):
         fnppo.functional_policy(whole_head)
+    place_bound = LoraConfig(r=2, target_modules=["q_proj"], alora_invocation_tokens=[7])
+    with pytest.raises(ValueError, match="alora_invocation_tokens is set"):
+        fnppo.functional_policy(get_peft_model(copy.deepcopy(tiny("llama")), place_bound))
+    mixed = get_peft_model(copy.deepcopy(tiny("llama")), LoraConfig(r=2, target_modules=["q_proj"]), mixed=True)
+    with pytest.raises(ValueError, match="module is a PeftMixedModel"):
+        fnppo.functional_policy(mixed)
     model = wrapped("llama")
     policy, params = fnppo.functional_policy(model)
     with pytest.raises(ValueError, match=r"adapters of PEFT .* Use save_adapter or save_merged"):
@@ -153,8 +159,8 @@ def test_refusals(tmp_path):
         with pytest.raises(ValueError, match=r"params lacks .*lora_A.*combine\(trained, frozen\)"):
             save(tmp_path / "adapter", {name: leaf for name, leaf in params.items() if "lora_" not in name}, model)
         for name, words in (
-            ("nowhere", "is not there in the model"),
-            ("model.norm.weight", r"is \(8,\) there in the model"),
+            ("nowhere", "is not there in the policy"),
+            ("model.norm.weight", r"is \(8,\) there in the policy"),
         ):
             with pytest.raises(ValueError, match=words):
                 save(tmp_path / "adapter", params | {name: torch.zeros(3)}, model)

@@ -171,6 +171,8 @@ def test_half_precision_is_that_of_the_model():
 
 @pytest.mark.parametrize("option", [
     {"ppo_max_token_len_per_gpu": 100}, {"use_remove_padding": False}, {"calculate_entropy": True}, {"use_torch_compile": True},
+    {"policy_loss": {"clip_cov_lb": 1.0}}, {"ppo_micro_batch_size_per_gpu": None}, {"qat": {"enable": False}},
+    {"fsdp_config": {"param_offload": False, "ulysses_sequence_parallel_size": 1}}, {"use_prefix_grouper": False},
     {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 1}, {"strategy": "fsdp"}, {"fsdp_config": {"dtype": "float32"}},
 ], ids=str)  # fmt: skip
 def test_how_it_is_computed_changes_nothing(option):
@@ -258,6 +260,14 @@ def test_a_step_that_is_not_finite_is_skipped():
     ({"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 0}, "ppo_micro_batch_size_per_gpu is 0"),
     ({"ppo_mini_batch_size": 0}, "ppo_mini_batch_size is 0"),
     ({"clip_ration_low": 0.1}, "clip_ration_low is an option that is not known"),
+    ({"policy_loss": {"lossmode": "gspo"}}, r"policy_loss\.lossmode is an option that is not known"),
+    ({"policy_loss": "gspo"}, "policy_loss. is 'gspo'; a configuration is needed"),
+    ({"fsdp_config": {"dtyp": "bfloat16"}}, r"fsdp_config\.dtyp is an option that is not known"),
+    ({"fsdp_config": {"ulysses_sequence_parallel_size": 2}}, r"fsdp_config\.ulysses_sequence_parallel_size is 2"),
+    ({"kl_loss_type": "low_var_kk"}, "kl_loss_type is low_var_kk"),
+    ({"grad_clip": -1.0}, "grad_clip is -1.0"),
+    ({"use_prefix_grouper": True}, "use_prefix_grouper is True"),
+    ({"qat": {"enable": True}}, r"qat\.enable is True"),
 ], ids=str)  # fmt: skip
 def test_refused_options(option, words):
     with pytest.raises(ValueError, match=words):

@@ -45,6 +45,7 @@ class MetricsFile:
         write(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
+        """Write one step."""
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -62,6 +63,7 @@ class Evaluation:
         self.accuracy: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
     def record(self, name: str, accuracy: float) -> None:
+        """Write one accuracy."""
         self.accuracy[name] = accuracy
         write(self.path, json.dumps(self.accuracy, indent=1) + "\n")
 

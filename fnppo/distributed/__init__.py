@@ -1,4 +1,4 @@
-"""Many GPUs: the pure functions over torch's FSDP2, DTensor and collectives. `FSDPActor` is the only class with state.
+"""Many GPUs: the pure functions over torch's FSDP2, DTensor and collectives. What has state is `FSDPActor`.
 
 The files, in the order in which to read them: `mesh` (which ranks do what), `sharding` (the readable version), `rows` and
 `dealing` (who computes which rows), `ulysses` (who computes which tokens), `engine` (FSDP2 under a `Policy`), `reduce`,

@@ -1,4 +1,4 @@
-"""The one class with state: a sharded policy, its optimizer's state, and three plain calls around the pure functions."""
+"""A class with state: a sharded policy, its optimizer's state, and three plain calls around the pure functions."""
 
 import os
 from collections.abc import Iterator

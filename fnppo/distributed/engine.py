@@ -39,6 +39,7 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(params, *args)`."""
         return function(dict(self.model.named_parameters()), *args)
 
 

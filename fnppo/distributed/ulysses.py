@@ -34,10 +34,12 @@ class Ulysses(NamedTuple):
 
     @property
     def ranks(self) -> int:
+        """How many share the tokens of a row."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
+        """Which of them this is."""
         return self.group.rank()
 
     def even(self, inputs: PackedInputs) -> PackedInputs:

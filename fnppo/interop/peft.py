@@ -1,24 +1,25 @@
 """PEFT: adapters are trained as a tree of their own, and written as PEFT writes them.
 
-model = get_peft_model(base, LoraConfig(...))
-policy, params = functional_policy(model)                          # names as in the base model
-trained, frozen = partition(params, trained_by(model))             # adapters; the rest
-with model.disable_adapter():
-    reference, _ = functional_policy(model)                        # the same params without adapters: one set of weights
-...
-save_adapter("adapter", combine(trained, frozen), model)           # PeftModel.from_pretrained(base, "adapter")
-save_merged("model", combine(trained, frozen), model)              # plain transformers
+    model = get_peft_model(base, LoraConfig(...))
+    policy, params = functional_policy(model)                     # names as in the base model
+    trained, frozen = partition(params, trained_by(model))        # adapters; the rest
+    with model.disable_adapter():
+        reference, _ = functional_policy(model)                   # of the same params, without adapters
+    ...
+    save_adapter("adapter", combine(trained, frozen), model)      # PeftModel.from_pretrained(base, "adapter")
+    save_merged("model", combine(trained, frozen), model)         # plain transformers
+
+So one set of weights is policy and reference.
 """
 
 import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fnppo.checkpoint import replacing
+from fnppo.checkpoint import check_parameters, checked_place, replacing
 from fnppo.types import Params
 
 
@@ -42,24 +43,24 @@ def save_adapter(path: str | os.PathLike[str], params: Params, model: Any) -> No
         model: the PeftModel that the policy was made from; it stays as it is.
 
     Raises:
-        ValueError: `model` is no PeftModel, or `params` lacks a parameter that it trains, has one more or one of another shape.
+        ValueError: `model` is no PeftModel, or `params` lacks a parameter that it trains, has one more or one of another
+            shape; it has an adapter that is not named default, or trains what PEFT does not save with one; or `path` is a
+            folder with something else than an adapter in it. Frozen parameters are neither saved nor compared.
     """
     trained = trained_by(model)
     _check(params, model, [name for name, _ in _base(model).named_parameters() if trained(name)])
-    path = Path(path).resolve()
+    path = checked_place(path, "adapter_config.json", "an adapter")
     if list(model.peft_config) != ["default"]:
         raise ValueError(
             f"model has the adapters {', '.join(model.peft_config)}; one named default is known, which from_pretrained finds. Delete "
             "the others, or save with PEFT."
         )
-    if path.is_dir() and any(path.iterdir()) and not (path / "adapter_config.json").exists():
-        raise ValueError(f"{path} is a folder without adapter_config.json: it holds something else. Name another.")
-    prefix = _prefix(model)
     saved = _saved(model)
     if unsaved := [name for name in params if trained(name) and name not in saved]:
         raise ValueError(
             f"{unsaved[0]} is trained, and PEFT does not save it with the adapter. Freeze it, or use modules_to_save."
         )
+    prefix = _prefix(model)
     with replacing(path) as temporary:
         model.save_pretrained(temporary, state_dict={prefix + name: leaf.detach() for name, leaf in params.items()})
 
@@ -70,9 +71,7 @@ def save_merged(path: str | os.PathLike[str], params: Params, model: Any, *, tok
     Args, raises: as in `save_adapter`, with all parameters in `params`. A copy of the whole model is in memory meanwhile.
     """
     _check(params, model, [name for name, _ in _base(model).named_parameters()])
-    path = Path(path).resolve()
-    if path.is_dir() and any(path.iterdir()) and not (path / "config.json").exists():
-        raise ValueError(f"{path} is a folder without config.json: it holds something else than a model. Name another.")
+    path = checked_place(path, "config.json", "a model")
     merged = copy.deepcopy(model)
     own = dict(_base(merged).named_parameters())
     for name, leaf in params.items():
@@ -87,16 +86,10 @@ def save_merged(path: str | os.PathLike[str], params: Params, model: Any, *, tok
 
 def _check(params: Params, model: Any, needed: list[str]) -> None:
     """That `params` holds what is needed, and nothing that the model does not have."""
-    own = dict(_base(model).named_parameters())
     for name in needed:
         if name not in params:
             raise ValueError(f"params lacks {name}, which is to be saved. Give combine(trained, frozen).")
-    for name, leaf in params.items():
-        if name not in own or own[name].shape != leaf.shape:
-            there = f"{tuple(own[name].shape)} there" if name in own else "not there"
-            raise ValueError(
-                f"params holds {name} of shape {tuple(leaf.shape)}, which is {there} in the model. Give the tree of functional_policy."
-            )
+    check_parameters(params, dict(_base(model).named_parameters()))
 
 
 def _saved(model: Any) -> set[str]:

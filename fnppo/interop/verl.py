@@ -43,8 +43,8 @@ class Actor:
     """`DataParallelPPOActor` with the numbers of fnppo: the same for any split into micro-batches.
 
     Args:
-        config: `ActorConfig` or `FSDPActorConfig` of verl 0.7.0, or a mapping with its names.
-        actor_module: a causal LM from transformers, not wrapped in FSDP.
+        config: `FSDPActorConfig` of verl (0.7.0 to 0.9.1), or a mapping with its names.
+        actor_module: a causal LM from transformers, or PEFT's around one, not wrapped in FSDP. Its dropout is off.
         actor_optimizer: steps the module's parameters; None for a reference policy.
     """
 
@@ -66,7 +66,7 @@ class Actor:
         Raises:
             ValueError: `data` lacks a column or a number of `meta_info`, has images, or positions that are not those of its mask.
         """
-        batch, width = _batch(data, learned=None)
+        batch, width = self._batch(data, learned=None)
         options = read(self.config, response_length=width, importance_weights=False)
         known = _info(data, "temperature", "use_dynamic_bsz")
         if known["use_dynamic_bsz"]:
@@ -95,7 +95,7 @@ class Actor:
             raise ValueError(
                 "there is no actor_optimizer: this actor is a reference. Make one with an optimizer to update."
             )
-        batch, width = _batch(data, learned="response_mask")
+        batch, width = self._batch(data, learned="response_mask")
         temperature = _info(data, "temperature")["temperature"]
         options = read(self.config, response_length=width, importance_weights="importance_weights" in batch.extra)
         names = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
@@ -129,6 +129,9 @@ class Actor:
                     found[NAMES.get(name, f"actor/{name}")].append(value)
         return dict(found)
 
+    def _batch(self, data: Any, *, learned: str | None) -> tuple[PaddedBatch, int]:
+        return _batch(data, learned=learned, device=next(self._module.parameters()).device)
+
     def _params(self) -> Params:
         """As they are now: they may have been moved to another device, or replaced, since the last call."""
         return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
@@ -146,8 +149,8 @@ class Actor:
         return float(norm)
 
 
-def _batch(data: Any, *, learned: str | None) -> tuple[PaddedBatch, int]:
-    """Columns of verl as a `PaddedBatch`, and the width of responses. Without `learned`, all of a response is."""
+def _batch(data: Any, *, learned: str | None, device: torch.device) -> tuple[PaddedBatch, int]:
+    """Columns of verl as a `PaddedBatch` on the device of the model, and the width of responses. Without `learned`, all of a response is."""
     if "multi_modal_inputs" in (getattr(data, "non_tensor_batch", None) or {}):
         raise ValueError("data has multi_modal_inputs; this actor reads text. Leave them out where they are empty.")
     columns = getattr(data, "batch", data)
@@ -158,11 +161,12 @@ def _batch(data: Any, *, learned: str | None) -> tuple[PaddedBatch, int]:
             raise ValueError(f"data has no column {name}. It needs {', '.join(needed)}.")
         if columns[name].is_nested:
             raise ValueError(f"{name} is a nested tensor; padded ones are read. Use its to_padded_tensor.")
+    columns = {name: column.to(device) for name, column in columns.items()}
     ids, attention, width = columns["input_ids"], columns["attention_mask"] != 0, columns["responses"].shape[1]
     _check_positions(columns["position_ids"], attention)
 
     def whole(name: str) -> Tensor | None:
-        return pad(columns[name], (ids.shape[1] - width, 0)) if name in columns.keys() else None  # noqa: SIM118
+        return pad(columns[name], (ids.shape[1] - width, 0)) if name in columns else None
 
     mask = pad(attention[:, -width:], (ids.shape[1] - width, 0)) if learned is None else whole(learned)
     assert mask is not None

@@ -39,6 +39,7 @@ class Layout(NamedTuple):
 
 
 def check_layout(layout: Layout) -> None:
+    """A `ValueError` unless both of its numbers count."""
     for name in ("fsdp", "ulysses"):
         check_count(name, getattr(layout, name), least=1, remedy="1 is for none.")
 

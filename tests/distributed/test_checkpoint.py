@@ -69,6 +69,10 @@ def test_a_run_that_is_resumed_is_the_run(tmp_path, pools):
         assert found[0][:2] == (2, {"row": 16})
         assert found[0][2] == (math.prod(other) == 2)
         assert same(found[1], first), other  # what is loaded is what was saved, to the bit
+    four = pools(4).run(saved, (1, 4, 1), tmp_path / "c", 1, True, each=parts_for((1, 4, 1)))[0]
+    for other in ((1, 2, 1), (1, 1, 1), (1, 1, 2)):
+        found = pools(math.prod(other)).run(saved_and_loaded, other, tmp_path / "c", 1, each=parts_for(other))[0]
+        assert same(found[1], four), other
 
 
 def test_the_last_are_kept(tmp_path, pools):
